@@ -5,6 +5,7 @@ after an interruption.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,47 +22,49 @@ from stepprune_jax.inference.generate import Generator
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.user_input import UserError
 
-_CHUNK_BATCHES = 8  # Batches between two writes of the file. An interruption loses at most these.
+# Number of batches between two writes of the answer file. An interruption loses at most the answers
+# of these batches.
+_CHUNK_BATCHES = 8
 
 
 def unanswered_questions(
     out: Path, questions: Sequence[Question], folder: Path, provenance: Mapping[str, object]
 ) -> dict[int, Question]:
-    """Returns the questions without an answer in a file.
+    """Returns the questions that an answer file does not yet answer.
 
-    A truncated last line of the file, which an interruption left, is removed.
+    An interruption may have truncated the last line of the file. Such a line is removed.
 
     Args:
-        out: the answer file.
+        out: the answer file, which may not exist yet.
         questions: all questions.
-        folder: the image folder.
-        provenance: the settings of this run, as in each line of the file.
+        folder: folder of the images. Lines of the file have relative image paths.
+        provenance: the settings of this run, which every line of the file must have.
 
     Returns:
-        Each question without an answer, by its number in `questions`.
+        The unanswered questions. The key of a question is its index in `questions`.
 
     Raises:
-        UserError: a line has another question or other settings.
+        UserError: a line answers another question, or was written with other settings.
     """
-    expected_lines = {
+    image_and_text = {
         question.question_id: (_image_name(question, folder), question.text)
         for question in questions
     }
     answered_ids = set()
     for line in recover(out):
-        name = str(line["question_id"])
-        changed_fields = [key for key, value in provenance.items() if line.get(key) != value]
+        question_id = str(line["question_id"])
+        changed_settings = [name for name, value in provenance.items() if line.get(name) != value]
         problem = None
-        if expected_lines.get(name) != (line.get("image"), line["prompt"]):
+        if image_and_text.get(question_id) != (line.get("image"), line["prompt"]):
             problem = "is not one of --questions, or is about another image"
-        elif changed_fields:
-            problem = f"was answered with another {', '.join(changed_fields)}"
+        elif changed_settings:
+            problem = f"was answered with another {', '.join(changed_settings)}"
         if problem:
-            raise UserError(f"{out}: question {name!r} {problem}; give another --out")
-        answered_ids.add(name)
+            raise UserError(f"{out}: question {question_id!r} {problem}; give another --out")
+        answered_ids.add(question_id)
     return {
-        number: question
-        for number, question in enumerate(questions)
+        index: question
+        for index, question in enumerate(questions)
         if question.question_id not in answered_ids
     }
 
@@ -80,37 +83,38 @@ def answer_file(
     provenance: Mapping[str, object],
     batch_size: int,
 ) -> None:
-    """Answers questions greedily and appends one line for each question, chunk by chunk.
+    """Answers questions greedily, and appends one line per question to the answer file.
 
     Args:
         generator: model, pruner and settings of the answers.
-        questions: the questions by number.
+        questions: result of `unanswered_questions`.
         folder: folder of the images.
-        out: the answer file.
+        out: the answer file, written after each chunk of batches.
         provenance: the settings of this run, which every line repeats.
         batch_size: questions per batch, rounded up to a multiple of the number of devices.
 
     Raises:
-        UserError: the model cannot read an image, or the logits of questions are not finite. In the
-            second case, all other answers are written first.
+        UserError: the model cannot read an image, or the logits of some questions are not finite.
+            In the second case, all other answers are written first.
     """
     model = generator.model
-    devices = row_count(mesh_of(model.params))
-    padded_batch = -(-batch_size // devices) * devices
-    chunk_questions = min(chunk_size(model, padded_batch), _CHUNK_BATCHES * padded_batch)
-    interval, failed_ids = 0.2 if sys.stderr.isatty() else 10, []
-    with tqdm(total=len(questions), unit="question", mininterval=interval) as bar:
-        for start in range(0, len(questions), chunk_questions):
-            chunk = dict(itertools.islice(questions.items(), start, start + chunk_questions))
-            lines = _answer_chunk(generator, chunk, folder, padded_batch)
+    num_devices = row_count(mesh_of(model.params))
+    padded_batch_size = math.ceil(batch_size / num_devices) * num_devices
+    max_chunk_length = min(chunk_size(model, padded_batch_size), _CHUNK_BATCHES * padded_batch_size)
+    update_seconds = 0.2 if sys.stderr.isatty() else 10  # A log file gets few progress lines.
+    failed_ids = []
+    with tqdm(total=len(questions), unit="question", mininterval=update_seconds) as progress_bar:
+        for start in range(0, len(questions), max_chunk_length):
+            chunk = dict(itertools.islice(questions.items(), start, start + max_chunk_length))
+            lines = _answer_chunk(generator, chunk, folder, padded_batch_size)
             append(out, [line | provenance for line in lines])
-            ids = {line["question_id"] for line in lines}
+            answered_ids = {line["question_id"] for line in lines}
             failed_ids += [
                 question.question_id
                 for question in chunk.values()
-                if question.question_id not in ids
+                if question.question_id not in answered_ids
             ]
-            bar.update(len(chunk))
+            progress_bar.update(len(chunk))
     if failed_ids:
         problem = f"{listed('question', failed_ids)}: {NotFiniteError.REASON}"
         raise UserError(f"{problem}. All other answers are in {out}")
@@ -119,7 +123,17 @@ def answer_file(
 def _answer_chunk(
     generator: Generator, questions: Mapping[int, Question], folder: Path, batch_size: int
 ) -> list[JsonObject]:
-    """Returns the lines of questions, without the questions whose logits are not finite."""
+    """Answers a chunk of questions.
+
+    Args:
+        generator: model, pruner and settings of the answers.
+        questions: the chunk. Keys are the questions' indices in the file, for random pruners.
+        folder: folder of the images.
+        batch_size: questions per batch.
+
+    Returns:
+        One line of the answer file per question. Questions whose logits are not finite have none.
+    """
     encoded = encode_questions(
         generator.model,
         [*questions.values()],

@@ -2,8 +2,9 @@
 
     stepprune-calibrate --policy FILE --model DIR --data FOLDER --out NEW
 
-Training calibrates its policy if the data has a validation split. FOLDER has questions in LLaVA's
-format (validation.jsonl, images/). Answers are not read. NEW is the same policy with the table.
+A policy stops when its stop logit plus the stop bias exceeds the logits of all tokens. NEW is the
+same policy with a table of stop biases. FOLDER has questions in LLaVA's format (validation.jsonl,
+images/), whose answers are not read. Training with a validation split already makes this table.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,11 @@ _NAME = "stepprune-calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Calibrates a policy: writes it with a table of stop biases and mean counts, and prints both.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0], compiles=True)
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
@@ -64,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_creatable("--out", flags.out, is_folder=False)
     folder = local_path(flags.data)
     all_questions = read_questions(folder / f"{flags.split}.jsonl", folder / "images")
-    questions = [all_questions[row] for row in spread_over(len(all_questions), flags.questions)]
+    indices = spread_over(len(all_questions), flags.questions)
+    questions = [all_questions[index] for index in indices]
     dtype = jnp.dtype(flags.dtype)
     model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
     policy = calibrate_policy(model, policy, questions, Execution(), flags.batch_size)
@@ -76,14 +82,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _format_table(table: Calibration) -> str:
-    """Formats a calibration as text."""
+    """Formats a calibration as text: one line per stop bias.
+
+    The columns are the mean count of kept tokens, the stop bias, and the fractions of questions
+    that keep the smallest and the largest number of tokens that the policy allows.
+
+    Args:
+        table: calibration of a policy.
+    """
     lines = [
         f"{table.questions} questions, {table.num_tokens:g} visual tokens each on average",
         "mean count  stop bias  at minimum  at maximum",
     ]
     columns = (table.mean_count, table.stop_bias, table.at_floor, table.at_cap)
-    for mean, bias, floor, cap in zip(*columns, strict=True):
-        lines.append(f"{mean:10.1f}  {bias:9.3f}  {floor:10.0%}  {cap:10.0%}")
+    for mean_count, stop_bias, at_minimum, at_maximum in zip(*columns, strict=True):
+        lines.append(
+            f"{mean_count:10.1f}  {stop_bias:9.3f}  {at_minimum:10.0%}  {at_maximum:10.0%}"
+        )
     return "\n".join(lines)
 
 

@@ -14,19 +14,26 @@ _NAME = "stepprune-check"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status, 1 if there is a fault."""
+    """Checks a data folder, and prints the counts and the first faults of each file.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+
+    Returns:
+        The exit status: 1 if there is a fault, otherwise 0.
+    """
     parser = Parser(prog=_NAME, description=__doc__.partition(":")[0])
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     flags = parser.parse_args(argv)
-    parts = check_folder(flags.folder)
-    for name, count, kind, faults, notes in parts:
-        counts = ((faults, "faults"), (notes, "not for all runs"))
-        summary = "".join(f", {len(lines):,} {label}" for lines, label in counts if lines)
+    file_reports = check_folder(flags.folder)
+    for name, count, kind, faults, notes in file_reports:
+        labeled_lines = ((faults, "faults"), (notes, "not for all runs"))
+        summary = "".join(f", {len(lines):,} {label}" for lines, label in labeled_lines if lines)
         print(f"{name}: {count:,} {kind}{summary}")
         lines = [*faults[: flags.faults], *notes[: flags.faults]]
         print("".join(f"  {one_line(line)}\n" for line in lines), end="")
-    return int(any(part.faults for part in parts))
+    return int(any(report.faults for report in file_reports))
 
 
 def command() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Parts of all commands: flags, configuration files, log messages, and user errors in one line."""
+"""Functions that all commands share: flags, configurations, log messages and error reports."""
 
 import argparse
 import contextlib
@@ -27,24 +27,31 @@ _PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirec
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 _SIGPIPE = 13  # On Windows, `signal` has no SIGPIPE.
 
-# Seconds between a failure and the end of its process, so that all processes can report theirs.
+# Seconds that a failed process of a multi-process run waits before it exits. Its exit may end the
+# other processes, which can print their own errors until then.
 _EXIT_DELAY = 1
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2.
 
-    A command with `compiles` has a flag --no_compile_cache. Without this flag, jax stores compiled
-    programs on disk for later runs.
+    A parser of a command that compiles jax programs turns on jax's persistent compilation cache,
+    unless the user passes --no_compile_cache.
     """
 
     def __init__(self, *args: Any, compiles: bool = False, **keywords: Any):
-        """Takes the arguments of `argparse.ArgumentParser`, and whether the command uses jax."""
+        """Creates a parser.
+
+        Args:
+            *args: positional arguments of `argparse.ArgumentParser`.
+            compiles: whether the command compiles jax programs and hence has --no_compile_cache.
+            **keywords: keyword arguments of `argparse.ArgumentParser`.
+        """
         super().__init__(*args, **keywords)
         if compiles:
             folder = user_folder() or "no folder"
-            text = f"do not keep compiled programs for later runs (in {folder})"
-            self.add_argument("--no_compile_cache", action="store_true", help=text)
+            help_text = f"do not keep compiled programs for later runs (in {folder})"
+            self.add_argument("--no_compile_cache", action="store_true", help=help_text)
 
     def parse_known_args(self, *args: Any, **keywords: Any) -> tuple[argparse.Namespace, list[str]]:
         """Parses the arguments and, unless the user opts out, turns on the compilation cache."""
@@ -54,14 +61,16 @@ class Parser(argparse.ArgumentParser):
         return flags, unparsed
 
     def error(self, message: str) -> NoReturn:
-        """Prints the message without the usage, and exits. A closed pipe is not an error."""
+        """Prints an error message in one line, without the usage, and exits with status 2."""
+        # argparse calls this method inside an `except` block. If the output pipe was closed
+        # (`| head`), the BrokenPipeError is raised again for `one_line_errors`.
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             raise
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
 def integer_from(minimum: int) -> Callable[[str], int]:
-    """Returns a `type` for argparse: an integer of at least `minimum` that fits int32."""
+    """Returns a parser of integers of at least `minimum`, for the argument `type` of argparse."""
 
     def parse_integer(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -73,10 +82,12 @@ def integer_from(minimum: int) -> Callable[[str], int]:
 
 
 def file_to_write(flag: str, name: str) -> Path:
-    """Returns the path of a result file, checked before the command computes the result.
+    """Returns the path of a result file, after checking that the file can be written.
+
+    Commands call this function before they compute the result, so that no result is lost.
 
     Args:
-        flag: the flag that names the file, for the error message.
+        flag: the flag that names the file, such as "--json", for the error message.
         name: the value of the flag.
 
     Raises:
@@ -93,7 +104,7 @@ def check_creatable(flag: str, name: str, *, is_folder: bool) -> None:
     """Checks that a command will be able to create a result file or folder and its parents.
 
     Args:
-        flag: the flag that names the result, for the error message.
+        flag: the flag that names the result, such as "--out", for the error message.
         name: the value of the flag.
         is_folder: whether the result is a folder.
 
@@ -101,26 +112,33 @@ def check_creatable(flag: str, name: str, *, is_folder: bool) -> None:
         UserError: the result cannot be created or written to.
     """
     path = local_path(name)
-    existing_path = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    has_access = os.access(existing_path, os.W_OK | os.X_OK)
-    is_creatable = bool(name) and existing_path.is_dir() and has_access
+    candidates = path, *path.absolute().parents
+    nearest_existing = next(candidate for candidate in candidates if candidate.exists())
+    has_access = os.access(nearest_existing, os.W_OK | os.X_OK)
+    is_valid = bool(name) and nearest_existing.is_dir() and has_access
     if not is_folder:
-        is_creatable = bool(path.name) and (not path.is_dir() if path.exists() else is_creatable)
+        # An existing file may be replaced; a new file needs a folder that can be written to.
+        is_valid = bool(path.name) and (not path.is_dir() if path.exists() else is_valid)
     kind = "folder" if is_folder else "file"
-    expect(flag, name, is_creatable, f"a {kind} that can be created or written to")
+    expect(flag, name, is_valid, f"a {kind} that can be created or written to")
 
 
 def check_address(host: str, port: int) -> None:
-    """Checks that a server can listen at an address, before the command loads a model.
+    """Checks that a server can listen on a host and port, before the command loads a model.
+
+    Args:
+        host: value of --host, a name or an IP address.
+        port: value of --port.
 
     Raises:
         UserError: the port is out of range or in use, or the host is unknown.
     """
     expect("--port", port, 0 < port < 1 << 16, "1 to 65535")
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have such a name.
+        address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        # Opens the port for a moment: this raises an OSError if a server could not.
+        socket.create_server((host, port), family=address_family).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host's name is invalid.
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--host {host} --port {port}: {reason}") from error
 
@@ -129,12 +147,16 @@ class Messages(logging.Handler):
     """Prints the library's log: warnings on stderr, progress on stdout or stderr."""
 
     def __init__(self, progress: str):
-        """Takes the name of the stream for progress, "stdout" or "stderr"."""
+        """Creates the handler.
+
+        Args:
+            progress: name of the stream for messages below WARNING, "stdout" or "stderr".
+        """
         super().__init__(logging.INFO)
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints a message. Errors of writing are raised, unlike in other logging handlers."""
+        """Prints a message. Unlike other logging handlers, raises errors of the stream."""
         if record.levelno >= logging.WARNING:
             print(f"warning: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
             if record.exc_info:
@@ -144,15 +166,19 @@ class Messages(logging.Handler):
 
 
 def show_messages(progress: str) -> None:
-    """Prints the library's log on the stream `progress`, and silences other packages."""
-    # Orbax logs every file, and logs the traceback of each exception before it raises it.
-    with contextlib.suppress(ModuleNotFoundError):  # Not all commands need orbax.
+    """Prints the library's log, and silences the logs of other packages.
+
+    Args:
+        progress: name of the stream for progress messages, "stdout" or "stderr".
+    """
+    # Orbax logs every file that it writes. It also logs the traceback of each error that it raises.
+    with contextlib.suppress(ModuleNotFoundError):  # Not all commands need Orbax.
         from absl import logging as absl_logging
 
         absl_logging.set_verbosity(absl_logging.FATAL)
-    # `transformers` advises to install torch, which its tokenizers do not need.
+    # `transformers` recommends torch, which its tokenizers do not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # A file's name may contain bytes that are no text, or characters that the terminal lacks.
+    # The encoding of stdout may not support all characters of a message, such as a file's name.
     if hasattr(sys.stdout, "reconfigure"):  # The stdout of a notebook has no such method.
         sys.stdout.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("stepprune_jax")
@@ -162,7 +188,7 @@ def show_messages(progress: str) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and `--workdir` to a command. `read_config` also reads `--config.FIELD`."""
+    """Adds the flags `--config` and `--workdir`, which `read_config` reads, to a parser."""
     parser.add_argument(
         "--config",
         required=True,
@@ -175,7 +201,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read_config(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, settings_type: type[T]
 ) -> tuple[argparse.Namespace, T]:
-    """Parses the command line of a command with `add_config`.
+    """Parses the command line of a command whose parser has the flags of `add_config`.
+
+    Exits with an error message if the command line or the configuration is invalid.
 
     Args:
         parser: the command's parser.
@@ -183,20 +211,24 @@ def read_config(
         settings_type: type of the configuration that the command expects.
 
     Returns:
-        The flags, with `workdir` as a path, and the configuration.
+        The flags, with `workdir` as a path, and the configuration with the changes of all
+        `--config.FIELD` flags.
     """
-    flags, unparsed = parser.parse_known_args(arguments)
-    changes, unexpected = [], []
-    while unparsed:
-        name, equals, value = unparsed.pop(0).partition("=")
+    flags, remaining_arguments = parser.parse_known_args(arguments)
+    changes, unexpected_arguments = [], []
+    while remaining_arguments:
+        argument = remaining_arguments.pop(0)
+        name, equals_sign, value = argument.partition("=")
         if not name.startswith("--config."):
-            unexpected.append(name + equals + value)
+            unexpected_arguments.append(argument)
             continue
-        if not equals:  # `--config.tensorboard` means `--config.tensorboard=True`.
-            value = unparsed.pop(0) if unparsed and not unparsed[0].startswith("--") else "True"
+        if not equals_sign:
+            # The value is the next argument. `--config.tensorboard` without a value means True.
+            has_value = remaining_arguments and not remaining_arguments[0].startswith("--")
+            value = remaining_arguments.pop(0) if has_value else "True"
         changes.append(f"{name.removeprefix('--config.')}={value}")
-    if unexpected:
-        parser.error(f"unexpected arguments: {' '.join(unexpected)}")
+    if unexpected_arguments:
+        parser.error(f"unexpected arguments: {' '.join(unexpected_arguments)}")
     if flags.workdir == "":
         parser.error("--workdir is empty, expected a folder")
     try:
@@ -223,9 +255,12 @@ def command() -> str:
 
 
 def default_workdir(config: str) -> str:
-    """Returns the default folder of a run: "runs/llava7b-literal" for "configs/llava7b.py:literal".
+    """Returns the default folder of a run.
 
-    A file and the name of a packaged configuration have the same folder.
+    For example, "llava7b:literal" and "configs/llava7b.py:literal" have "runs/llava7b-literal".
+
+    Args:
+        config: value of --config, a packaged name or a file with an optional argument.
     """
     file, _, argument = config.partition(":")
     return str(Path("runs") / "-".join(filter(None, (Path(file).stem, argument))))
@@ -233,20 +268,21 @@ def default_workdir(config: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-    """Reports errors that are not bugs in one line, and exits with status 2.
+    """Reports errors that a user can fix in one line, and exits with status 2.
 
-    These errors are UserErrors, missing packages of an extra, missing files, full disks, missing
-    devices and exhausted memory. Other exceptions are raised. If the reader of the output is gone
-    (`| head`), the program ends quietly with the status of SIGPIPE. After Ctrl-C, it prints one
-    line and ends with the status of SIGINT.
+    These errors are UserErrors, missing packages, missing files, full disks, missing devices and
+    exhausted memory. All other exceptions propagate. If the output pipe is closed (`| head`), the
+    program exits quietly with the status of SIGPIPE. After Ctrl-C, the program prints one line and
+    exits with the status of SIGINT.
 
     Args:
-        name: name of the command, which begins each message.
+        name: name of the command, the prefix of each message.
     """
     try:
         yield
         if sys.stdout is not None:  # `>&-` closes stdout.
-            sys.stdout.flush()  # Here, the error of a full disk can still be reported.
+            # A full disk raises an error here, where it is still reported in one line.
+            sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)
         sys.exit(signal_status(_SIGPIPE))
@@ -276,34 +312,35 @@ def one_line_errors(name: str) -> Iterator[None]:
 
 
 def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr") -> NoReturn:
-    """Runs the main function of a command inside `one_line_errors`, and exits with its status.
+    """Runs the main function of a command, reports its errors, and exits with its status.
 
     Args:
         name: name of the command, used when it is not run as a console script.
-        main: returns the exit status; None is 0.
-        progress: the stream for progress messages, "stdout" or "stderr".
+        main: runs the command and returns the exit status; None means 0.
+        progress: name of the stream for progress messages, "stdout" or "stderr".
     """
     name = program(name)
     show_messages(progress)
-    with _end_at_once(), one_line_errors(name):
+    with _exit_without_waiting(), one_line_errors(name):
         status = main()
     sys.exit(status)
 
 
 def signal_status(number: int) -> int:
-    """Returns the exit status of a program that a signal ends, as shells define it.
+    """Returns the exit status that shells give to a program ended by a signal.
 
-    A program without a signal (`number` is 0) has status 0.
+    Args:
+        number: number of the signal; 0 if no signal ended the program.
     """
     return 128 + number if number else 0
 
 
 @contextlib.contextmanager
-def _end_at_once() -> Iterator[None]:
-    """Ends a failed process of a multi-process run at once.
+def _exit_without_waiting() -> Iterator[None]:
+    """Exits a failed process of a multi-process run without waiting for running processes.
 
-    A normal exit would wait five minutes: jax waits for the running processes, which wait for this
-    process.
+    In a normal exit, jax waits up to five minutes for all processes, which in turn wait for the
+    failed process. In a run of one process, exceptions propagate.
     """
     try:
         yield
@@ -316,19 +353,18 @@ def _end_at_once() -> Iterator[None]:
             traceback.print_exc()
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError):
-                stream.flush()
+                stream.flush()  # `os._exit` does not flush streams.
         time.sleep(_EXIT_DELAY)
         os._exit(status if isinstance(status, int) else 1)
 
 
 def _has_missing_platform() -> bool:
-    """Returns whether JAX_PLATFORMS names a platform without a plugin.
-
-    jax then raises an AssertionError without a message.
-    """
+    """Returns whether JAX_PLATFORMS names a platform without a plugin."""
     if not os.environ.get("JAX_PLATFORMS") or "jax" not in sys.modules:
         return False
     try:
+        # Called only for its exception. For a missing platform, jax raises an AssertionError
+        # without a message.
         sys.modules["jax"].devices()
     except AssertionError:
         return True
@@ -336,7 +372,7 @@ def _has_missing_platform() -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discards a stream's pending output, so that the exit does not try to write it again."""
+    """Discards a stream's buffered output, which Python would try to write again at exit."""
     with open(os.devnull, "w") as null_device, contextlib.suppress(OSError, ValueError):
         os.dup2(null_device.fileno(), stream.fileno())
 

@@ -1,9 +1,9 @@
-"""Stores the compiled programs of commands on disk, with one warning if that fails.
+"""Turns on jax's persistent compilation cache, with one warning if programs cannot be stored.
 
-The folder is jax's persistent compilation cache with a size limit. jax writes two files for each
-program: the program itself, and the time of its last use. A full disk, or a process that is killed
-between the two writes, leaves a program without a time. Every later process would then fail to
-store programs, so this module removes such programs.
+The cache is a folder with a size limit. jax writes two files for each program: the program itself,
+and the time of its last use. A full disk, or a process that is killed between the two writes,
+leaves a program without a time. Every later process would then fail to store programs, so this
+module removes such programs.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def keep_programs() -> None:
-    """Makes jax store compiled programs in `user_folder`, unless jax has another folder.
+    """Makes jax store compiled programs in `user_folder`, unless jax already has a cache folder.
 
     If programs cannot be stored, one warning has the reason and a remedy.
     """
-    # Not imported here, because `stepprune-score` runs without jax. Commands that compile have
-    # imported it.
+    # This module does not import jax, because `stepprune-score` runs without jax. Commands that
+    # compile programs have already imported jax.
     jax = sys.modules["jax"]
     if not jax.config.jax_enable_compilation_cache:
         return
@@ -67,10 +67,13 @@ def keep_programs() -> None:
 
 
 def _prepare(folder: Path) -> str:
-    """Creates the folder and removes incomplete programs.
+    """Creates the cache folder if needed, and removes incomplete programs.
+
+    Args:
+        folder: the cache folder.
 
     Returns:
-        The reason why the folder cannot be used, or "".
+        The reason why the folder cannot be used; "" for a usable folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +84,13 @@ def _prepare(folder: Path) -> str:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Removes programs without the time of their last use.
+    """Removes programs without a file for the time of their last use.
 
-    Another process may be writing such a program at this moment. Some later process then compiles
-    the program again.
+    If another process is writing a program at this moment, its program may be removed as well. A
+    later process then compiles that program again.
+
+    Args:
+        folder: the cache folder.
     """
     names = {entry.name for entry in os.scandir(folder)}
     for name in names:
@@ -95,30 +101,30 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def explain_failures(show: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a function for `warnings.showwarning` that handles jax's failures to store a program.
+    """Wraps `warnings.showwarning` to explain jax's warnings about programs that it cannot store.
 
-    jax warns for each program. The first such warning becomes a line of the log with the folder and
-    a remedy. Later warnings of this kind are hidden.
+    jax warns once per program. The wrapper replaces the first of these warnings by a line of the
+    log with the folder and a remedy, and hides all later ones.
 
     Args:
-        show: the current function, which shows all other warnings.
+        show: the current value of `warnings.showwarning`, which shows all other warnings.
 
     Returns:
-        The new value for `warnings.showwarning`.
+        The new value of `warnings.showwarning`; `show` itself if it is already such a wrapper.
     """
     if getattr(show, "explains_failures", False):
         return show
     has_warned = False
 
     def show_once(message: Warning | str, *location: object, **options: object) -> None:
-        """Logs the first failure, and shows warnings that are no failures."""
+        """Logs the first failure to store a program, and shows all other warnings."""
         nonlocal has_warned
         failure = _FAILURE.match(str(message))
         if failure is None:
             show(message, *location, **options)
             return
         folder = sys.modules["jax"].config.jax_compilation_cache_dir
-        if folder == str(user_folder()):
+        if folder == str(user_folder()):  # A folder that the user has chosen is not changed.
             with contextlib.suppress(OSError):
                 remove_incomplete(Path(folder))
         if not has_warned:

@@ -16,7 +16,11 @@ _NAME = "stepprune-convert"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Converts an answer file to a benchmark's submission format, and prints warnings.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     add = parser.add_argument

@@ -23,6 +23,7 @@ from stepprune_jax.demo.examples import shapes_examples
 from stepprune_jax.user_input import naming
 
 _NAME = "stepprune-demo"
+# Shipped models and their names on the page.
 _SMALL_MODELS = {
     "shapes": "The small LLaVA of the shapes world",
     "shapes_qwen": "The small Qwen2.5-VL of the shapes world",
@@ -30,7 +31,11 @@ _SMALL_MODELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Loads a model and its policies, and serves the page until the process is interrupted.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     parser = Parser(prog=_NAME, description=(__doc__ or "").partition("\n")[0], compiles=True)
     add = parser.add_argument
     small_models = " or ".join(_SMALL_MODELS)
@@ -44,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         help="policy file, shipped name, or hub:owner/name; may be repeated",
     )
-    text = "default: float32 for a small model of the shapes world, otherwise bfloat16"
-    add("--dtype", choices=DTYPES, help=text)
+    help_text = "default: float32 for a small model of the shapes world, otherwise bfloat16"
+    add("--dtype", choices=DTYPES, help=help_text)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=7860, help="port to listen on")
     flags = parser.parse_args(argv)
@@ -57,21 +62,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_small = flags.model in _SMALL_MODELS
     pixel_limits = {name: getattr(flags, name) for name in ("min_pixels", "max_pixels")}
     source = inspect_folder(flags.model, flags.vision_folder, **pixel_limits)
+    # A small model is shipped with a policy of the same name.
+    shipped_policies = [flags.model] if is_small else []
     policies = {}
-    for name in dict.fromkeys([*flags.policy, *([flags.model] if is_small else [])]):
-        policy = load_policy_for(source, name)
-        with naming(f"--policy {name}"):
+    for policy_name in dict.fromkeys([*flags.policy, *shipped_policies]):
+        policy = load_policy_for(source, policy_name)
+        with naming(f"--policy {policy_name}"):
             policy.check_fits(source.config)
-        policies[f"{policy.name} ({name})"] = policy
+        policies[f"{policy.name} ({policy_name})"] = policy
     dtype = jnp.dtype(flags.dtype or ("float32" if is_small else "bfloat16"))
     model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
     choices = list_choices(model, policies)
-    name = _SMALL_MODELS[flags.model] if is_small else Path(flags.model).name
-    serve(
-        build(model, name, choices, shapes_examples() if is_small else []),
-        flags.host,
-        flags.port,
-    )
+    model_name = _SMALL_MODELS[flags.model] if is_small else Path(flags.model).name
+    page = build(model, model_name, choices, shapes_examples() if is_small else [])
+    serve(page, flags.host, flags.port)
 
 
 def command() -> NoReturn:

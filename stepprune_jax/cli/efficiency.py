@@ -3,21 +3,22 @@
     python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
     python -m stepprune_jax.efficiency --model llava-7b --dry_run  # operations only, by formula
 
+The table has one row per pruning method and budget. The baseline is the row that keeps all tokens.
 Weights, images and prompts are random, on jax's default device. A measurement starts with pixels in
 host memory and ends when the host has the first token. Compilation is excluded. Each row alternates
-with the row of all tokens, if present, so that drift of the machine affects both rows equally. The
-ratio of two rows compares measurements of the same round. The command prints and writes each row
-after its measurement. A row that fails, for example for lack of memory, is omitted, and the exit
-status is then 1.
+with the baseline, if present, so that drift of the machine affects both rows equally. The ratio of
+two rows compares measurements of the same round. The command prints and writes each row after its
+measurement. A row that fails, for example for lack of memory, is omitted, and the exit status is
+then 1.
 
 The column "kernels" counts kernels up to the first token, on GPUs only. The column "memory" is the
 memory of the largest program without the weights. `--first_answer` also times the first answer in
 two new processes. The second process finds the programs that the first process has compiled.
 
-The learned stop of random weights is arbitrary. So that it keeps the requested mean, the price of a
-token grows steeply with the number of kept tokens, and the stop bias is calibrated on the images of
-the batch. The measurement therefore has the cost of selection, but not the variation of the counts
-over images.
+A policy with random weights would stop at an arbitrary number of tokens. To keep the requested
+mean, the price of a token grows steeply with the number of kept tokens, and the stop bias is
+calibrated on the images of the batch. The measurement therefore has the cost of selection, but not
+the variation of the counts over images.
 """
 
 import argparse
@@ -92,35 +93,41 @@ _SAVED_FLAGS = (
 _PARTS = ("tower", "selector", "rest", "decode")
 
 
-def _cells(row: dict[str, Any]) -> list[object]:
-    """Returns the cells of a row of the table, from its result."""
-    mean, minimum, maximum = row["kept"]
-    tower, selector, prefill, decode = (row["ms"][part][0] for part in _PARTS)
+def _format_cells(measurement: dict[str, Any]) -> list[object]:
+    """Returns the table cells of one measured row, in the order of `_HEADER`.
+
+    Args:
+        measurement: result of `measure.measure`.
+    """
+    milliseconds = measurement["ms"]
+    mean_kept, min_kept, max_kept = measurement["kept"]
+    kept_range = f" ({min_kept} to {max_kept})" if min_kept < max_kept else ""
+    tower, selector, prefill, decode = (milliseconds[part][0] for part in _PARTS)  # Medians.
     return [
-        row["row"],
-        f"{mean:.4g}" + (f" ({minimum} to {maximum})" if minimum < maximum else ""),
-        sum(row["tflops"].values()),
+        measurement["row"],
+        f"{mean_kept:.4g}{kept_range}",
+        sum(measurement["tflops"].values()),
         tower,
         selector,
         prefill,
-        _format_spread(row["ms"]["whole"]),
+        _format_spread(milliseconds["whole"]),
         decode,
-        "-" if row["kernels"] is None else row["kernels"],
-        row["working_bytes"] / 1e6,
-        row["cache_bytes"] / 1e6,
-        _format_spread(row["speed_up"]) if row["speed_up"] else "-",
-        row["compile_s"],
+        "-" if measurement["kernels"] is None else measurement["kernels"],
+        measurement["working_bytes"] / 1e6,
+        measurement["cache_bytes"] / 1e6,
+        _format_spread(measurement["speed_up"]) if measurement["speed_up"] else "-",
+        measurement["compile_s"],
     ]
 
 
 def _format_spread(values: Sequence[float]) -> str:
-    """Formats a median, with the minimum and the maximum over the rounds in brackets."""
+    """Formats a median, a minimum and a maximum as "median (minimum, maximum)"."""
     median, minimum, maximum = values
     return f"{median:.3g} ({minimum:.3g}, {maximum:.3g})"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the flags."""
+    """Parses the flags; exits with an error message if --json and --dry_run are both missing."""
     parser = Parser(prog=_NAME, description=__doc__.split("\n")[0])
     names = ", ".join(KNOWN)
     parser.add_argument("--model", default="mid", help=f"{names}, or a config.json")
@@ -132,12 +139,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--dry_run", action="store_true", help="count operations and exit")
-    text = "rows, such as all cls@64 'stepprune@64 group=4'; default: every pruner"
-    parser.add_argument("--rows", nargs="+", help=text)
+    help_text = "rows, such as all cls@64 'stepprune@64 group=4'; default: every pruner"
+    parser.add_argument("--rows", nargs="+", help=help_text)
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    text = "int8: quantize the matrices of the language model"
-    parser.add_argument("--weights", choices=WEIGHTS, default="full", help=text)
+    help_text = "int8: quantize the matrices of the language model"
+    parser.add_argument("--weights", choices=WEIGHTS, default="full", help=help_text)
     parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
@@ -155,16 +162,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=integer_from(1), default=5, help="measurements of every row"
     )
-    text = "also time the last row in two new processes, without and with stored programs"
-    parser.add_argument("--first_answer", action="store_true", help=text)
+    help_text = "also time the last row in two new processes, without and with stored programs"
+    parser.add_argument("--first_answer", action="store_true", help=help_text)
     flags = parser.parse_args(arguments)
     if not (flags.json or flags.dry_run):
         parser.error("the following arguments are required: --json, or --dry_run")
     return flags
 
 
-def _read(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], RunOptions]:
-    """Returns the model and the rows without weights, and the options, after all checks."""
+def _read_flags(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], RunOptions]:
+    """Checks the flags, and builds the model and the rows without weights.
+
+    Args:
+        flags: result of `parse`.
+
+    Returns:
+        The model, the rows, and the options of its runs. Policies of rows have the shapes of their
+        parameters only; `random_policy` adds the arrays.
+
+    Raises:
+        UserError: a flag is invalid, or the model does not support its value.
+    """
     backbone = find_backbone(flags.model)
     if backbone.config.sizes_vary and not backbone.config.is_tiled:
         backbone = with_square_images(backbone, flags.tokens)
@@ -175,17 +193,25 @@ def _read(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], RunOptio
     rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
     limit = config.text.max_positions
     expect("--new_tokens", flags.new_tokens, flags.new_tokens < limit, f"less than {limit}")
-    n = config.max_image_tokens
-    max_text = backbone.CONTEXT_LIMIT - max(row.pruner.schedule(config, n).bound for row in rows)
+    num_visual = config.max_image_tokens
+    max_kept = max(row.pruner.schedule(config, num_visual).bound for row in rows)
+    max_text = backbone.CONTEXT_LIMIT - max_kept
     expected = f"at most {max_text}: the model's context also has the visual tokens of each row"
     expect("--text", flags.text, flags.text <= max_text, expected)
     return backbone, rows, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status, 1 if a row was omitted."""
+    """Measures the rows of the table, and writes their results; or only counts operations.
+
+    Args:
+        arguments: command-line arguments; None reads the arguments of the process.
+
+    Returns:
+        The exit status: 1 if a row was omitted, otherwise 0.
+    """
     flags = parse(arguments)
-    backbone, rows, options = _read(flags)
+    backbone, rows, options = _read_flags(flags)
     config = backbone.config
     abstract_weights = vlm.abstract_params(backbone, flags.dtype, flags.weights)
     leaves = jax.tree.leaves(abstract_weights)
@@ -194,11 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_operations(backbone, rows, flags.text)
         print(f"weights in {flags.dtype}, {flags.weights}: {weights_bytes / 2**30:.2f} GiB")
         return 0
-    out, failures, first_answers = file_to_write("--json", flags.json), {}, {}
+    json_file, failures, first_answers = file_to_write("--json", flags.json), {}, {}
     if flags.first_answer:  # Measured first, before this process allocates the device's memory.
         try:
-            name = flags.rows[-1] if flags.rows else rows[-1].name
-            first_answers = _measure_first_answers(flags, name)
+            row_name = flags.rows[-1] if flags.rows else rows[-1].name
+            first_answers = _measure_first_answers(flags, row_name)
         except subprocess.CalledProcessError as error:
             failures["first answer"] = str(error)
     start_time = time.perf_counter()
@@ -206,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [random_policy(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     jax.block_until_ready(model.params)
-    result = {
+    report = {
         "model": flags.model,
         "layers": config.text.num_layers,
         "width": config.text.hidden_size,
@@ -223,87 +249,108 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(model, options, flags.rounds)
     for batch_size in flags.batch:
         batch = measure.random_batch(backbone, batch_size, flags.text)
-        _measure_rows(bench, rows, batch, result, out)
-    for kind, seconds in first_answers.items():
-        parts = ", ".join(f"{part} {value:.3g} s" for part, value in seconds.items())
-        print(f"first token of a process, {kind}: {parts}")
-    print(f"wrote {out}")
+        _measure_rows(bench, rows, batch, report, json_file)
+    for process_kind, seconds in first_answers.items():
+        phases = ", ".join(f"{phase} {value:.3g} s" for phase, value in seconds.items())
+        print(f"first token of a process, {process_kind}: {phases}")
+    print(f"wrote {json_file}")
     return int(bool(failures))
 
 
-def _print_operations(backbone: Backbone, rows: Sequence[BenchRow], text: int) -> None:
-    """Prints the operations of each row by formula, for prompts with `text` text tokens."""
-    batch = measure.random_batch(backbone, 1, text)
-    counts = {row.name: measure.count_tflops(backbone, row, batch) for row in rows}
-    cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
-    print(table(["row", *(f"{part}, TFLOPs" for part in counts[rows[0].name]), "all"], cells))
+def _print_operations(backbone: Backbone, rows: Sequence[BenchRow], num_text_tokens: int) -> None:
+    """Prints a table with the operations of each row by formula, for one prompt with one image."""
+    batch = measure.random_batch(backbone, 1, num_text_tokens)
+    tflops_by_row = {row.name: measure.count_tflops(backbone, row, batch) for row in rows}
+    stages = tflops_by_row[rows[0].name]
+    header = ["row", *(f"{stage}, TFLOPs" for stage in stages), "all"]
+    cells = [
+        [name, *tflops.values(), sum(tflops.values())] for name, tflops in tflops_by_row.items()
+    ]
+    print(table(header, cells))
 
 
 def _measure_rows(
-    bench: Bench, rows: Sequence[BenchRow], batch: BenchInputs, result: dict[str, Any], out: Path
+    bench: Bench,
+    rows: Sequence[BenchRow],
+    batch: BenchInputs,
+    report: dict[str, Any],
+    json_file: Path,
 ) -> None:
-    """Measures the rows on one batch, prints them, and writes the result after each row.
+    """Measures the rows on one batch, and prints and saves each row after its measurement.
 
     Args:
         bench: the model and its options.
-        rows: the rows; the row of all tokens, if present, is first.
+        rows: the rows; the baseline (`UNPRUNED`), if present, is first.
         batch: inputs of all rows.
-        result: the result. This function adds rows, failures and peak memory.
-        out: the file of the result.
+        report: contents of `json_file`, extended by this function: "batches" gets the rows,
+            "left_out" the errors of failed rows, and "peak_bytes" the peak memory.
+        json_file: file that is written after each row.
     """
-    batch_size, measured, baseline = len(batch.prompts.length), [], None
-    result["batches"][str(batch_size)] = measured
+    batch_size, measurements, baseline = len(batch.prompts.length), [], None
+    report["batches"][str(batch_size)] = measurements
     for row in tqdm(rows, desc=f"batch {batch_size}", unit="row"):
         row_baseline = row if row.name == UNPRUNED else baseline
         try:
-            measured.append(measure.measure(bench, row_baseline, row, batch))
+            measurement = measure.measure(bench, row_baseline, row, batch)
         except Exception as error:
             reason = f"{type(error).__name__}: " + str(error).partition("\n")[0]
             tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
-            result["left_out"][f"{row.name}, batch {batch_size}"] = reason
+            report["left_out"][f"{row.name}, batch {batch_size}"] = reason
             if not isinstance(error, jax.errors.JaxRuntimeError):  # The error is a bug.
                 traceback.print_exc()
         else:
-            baseline = row_baseline
-            *header, line = table(_HEADER, [_cells(measured[-1])]).splitlines()
-            title = [f"batch {batch_size}", "", *header] if len(measured) == 1 else []
+            measurements.append(measurement)
+            baseline = row_baseline  # Rows are not compared with a baseline that failed.
+            *header, line = table(_HEADER, [_format_cells(measurement)]).splitlines()
+            is_first = len(measurements) == 1
+            title = [f"batch {batch_size}", "", *header] if is_first else []
             tqdm.write("\n".join([*title, line]))
-        result["peak_bytes"] = peak_memory()
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report["peak_bytes"] = peak_memory()
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(flush=True)
 
 
-def _measure_first_answers(flags: argparse.Namespace, row: str) -> dict[str, dict[str, float]]:
-    """Times the first answer of two new processes that share an initially empty program cache.
+def _measure_first_answers(flags: argparse.Namespace, row_name: str) -> dict[str, dict[str, float]]:
+    """Times the first answer of two new processes that share a cache of compiled programs.
+
+    The cache is empty at the start of the first process.
+
+    Args:
+        flags: flags of this command, which the processes get as well.
+        row_name: name of the row to measure.
 
     Returns:
-        For both processes, the seconds until the model is ready, the further seconds until the
-        first token, and the seconds of compiling for a complete answer.
+        For each process: the seconds until the model is ready, the further seconds until the first
+        token, and the seconds of compiling for a complete answer.
+
+    Raises:
+        subprocess.CalledProcessError: a process failed.
     """
-    seconds = {}
+    seconds_by_process = {}
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": folder,
             "JAX_ENABLE_COMPILATION_CACHE": "true",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        path = Path(folder, "result.json")
-        command = [sys.executable, "-m", "stepprune_jax.efficiency", "--json", str(path)]
-        names = ("model", "tokens", "attention", *_SAVED_FLAGS)
-        values = {name: getattr(flags, name) for name in names}
-        values |= {"rows": row, "batch": flags.batch[0], "rounds": 1}
+        report_file = Path(folder, "result.json")
+        command_line = [sys.executable, "-m", "stepprune_jax.efficiency"]
+        command_line += ["--json", str(report_file)]
+        copied_flags = ("model", "tokens", "attention", *_SAVED_FLAGS)
+        values = {name: getattr(flags, name) for name in copied_flags}
+        values |= {"rows": row_name, "batch": flags.batch[0], "rounds": 1}
         for name, value in values.items():
-            command += [f"--{name}", str(value)]
-        for kind in ("no programs kept", "programs of an earlier process"):
-            subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
-            result = json.loads(path.read_text(encoding="utf-8"))
-            ((measured,),) = result["batches"].values()
-            seconds[kind] = {
-                "model ready after": result["start_s"],
-                "first token after further": measured["first_s"],
-                "compiling for the whole answer": measured["compile_s"],
+            command_line += [f"--{name}", str(value)]
+        for process_kind in ("no programs kept", "programs of an earlier process"):
+            subprocess.run(command_line, env=environ, check=True, stdout=subprocess.DEVNULL)
+            report = json.loads(report_file.read_text(encoding="utf-8"))
+            ((measurement,),) = report["batches"].values()  # One batch with one row.
+            seconds_by_process[process_kind] = {
+                "model ready after": report["start_s"],
+                "first token after further": measurement["first_s"],
+                "compiling for the whole answer": measurement["compile_s"],
             }
-    return seconds
+    return seconds_by_process
 
 
 def command() -> NoReturn:

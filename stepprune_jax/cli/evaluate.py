@@ -46,11 +46,11 @@ def evaluate(
     """Evaluates a run on the benchmarks of its configuration.
 
     Args:
-        run: the configuration.
-        workdir: folder of the run.
-        stages: names of stages, which run in the order of `STAGES`.
-        policy: policy to evaluate instead of the run's policy.
-        command: the command line that the report shows.
+        run: the configuration of the evaluation.
+        workdir: folder for answers, submissions and the report.
+        stages: names of the stages to run, in any order; a subset of `STAGES`.
+        policy: policy to evaluate instead of the run's policy, as --policy names it.
+        command: the command line that the report shows; None shows no command.
 
     Raises:
         UserError: a stage is unknown.
@@ -74,39 +74,51 @@ def evaluate(
 def convert_answers(run: EvaluationRun, workdir: Path) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks with a submission format.
 
-    Prints a line for each answer file that is incomplete or cannot be converted, and skips it.
+    Skips answer files that are incomplete or cannot be converted, and prints a line for each.
+
+    Args:
+        run: the configuration of the evaluation.
+        workdir: folder with the answers.
     """
-    for name in run.eval.benchmark_names:
-        convert, suffix = BENCHMARKS[name].convert, BENCHMARKS[name].submission_suffix
-        files = read_files(workdir / ANSWERS / name) if convert is not None else []
-        for file in files:
-            out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
+    for benchmark_name in run.eval.benchmark_names:
+        benchmark = BENCHMARKS[benchmark_name]
+        if benchmark.convert is None:
+            continue
+        for answers in read_files(workdir / ANSWERS / benchmark_name):
+            method = answers.path.stem
+            out = workdir / SUBMISSIONS / benchmark_name / (method + benchmark.submission_suffix)
             # Counts complete lines: an interruption may have truncated the last line.
-            num_answered, num_questions = file.path.read_bytes().count(b"\n"), file.provenance.asked
+            num_answered = answers.path.read_bytes().count(b"\n")
+            num_questions = answers.provenance.asked
             if num_answered < num_questions:
                 progress = f"{num_answered:,} of {num_questions:,} questions answered"
-                print(f"not converted: {file.path}: {progress}")
+                print(f"not converted: {answers.path}: {progress}")
                 continue
             try:
-                warnings = convert(run.root(name), file.path, out)
+                warnings = benchmark.convert(run.root(benchmark_name), answers.path, out)
             except (OSError, UserError) as error:
                 print(f"not converted: {one_line(error)}")
                 continue
             for warning in warnings:
-                print(f"warning: {name}, {file.path.stem}: {one_line(warning)}")
+                print(f"warning: {benchmark_name}, {method}: {one_line(warning)}")
             print(f"wrote {out}")
 
 
 def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> None:
     """Scores all answers, and writes scores.json, the table and the page to workdir/report.
 
+    Args:
+        run: the configuration of the evaluation.
+        workdir: folder with the answers.
+        command: the command line that the page shows; None shows no command.
+
     Raises:
         FileNotFoundError: there is no answer file.
     """
-    # Imported here because only drawing needs these packages.
+    # Imported here because only this stage needs the packages for drawing.
     from stepprune_jax.visualize.report import NAME, AnsweredBenchmark, write_page
 
-    names, report = run.eval.benchmark_names, workdir / REPORT
+    names, report_folder = run.eval.benchmark_names, workdir / REPORT
     files = {name: read_files(workdir / ANSWERS / name) for name in names}
     if not any(files.values()):
         problem = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
@@ -121,20 +133,23 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
         complete_files = [
             file for file in files[name] if scores[file.path]["answered"] >= file.provenance.asked
         ]
+        # Scores on the questions that a downsampled image does not answer need complete files.
         for path, hard_scores in score_hard(complete_files, run.root(name)).items():
             scores[path] |= hard_scores
         questions = _read_questions(run, name, complete_files)
         benchmarks.append(
             AnsweredBenchmark(BENCHMARKS[name], run.root(name), complete_files, questions)
         )
-    report.mkdir(parents=True, exist_ok=True)
-    write_json(report / SCORES, [*scores.values()])
+    report_folder.mkdir(parents=True, exist_ok=True)
+    write_json(report_folder / SCORES, [*scores.values()])
     table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
     table = table._replace(remarks=run.eval.remarks)
-    write_table(report, table)
+    write_table(report_folder, table)
     print(as_markdown(table), end="")
-    samples = run.eval.samples
-    page = write_page(report / NAME, table, benchmarks, samples=samples, command=command)
+    num_examples = run.eval.samples
+    page = write_page(
+        report_folder / NAME, table, benchmarks, samples=num_examples, command=command
+    )
     print(f"report: {page}")
 
 
@@ -143,8 +158,14 @@ def _read_questions(
 ) -> list[BenchmarkQuestion]:
     """Reads a benchmark's questions, for examples in the report.
 
+    Args:
+        run: the configuration of the evaluation.
+        name: name of the benchmark.
+        files: the complete answer files of the benchmark.
+
     Returns:
-        The questions; an empty list if they are not found or differ from the answered questions.
+        The questions. An empty list if the benchmark's files are missing, or if its questions
+        differ from the answered questions.
     """
     try:
         questions = run.questions(name)
@@ -161,13 +182,19 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Reads the configuration, and runs the requested stages of its evaluation.
+
+    Args:
+        arguments: command-line arguments; None reads the arguments of the process.
+    """
     parser = command_line.Parser(
         prog=command_line.program(_NAME), description=__doc__, compiles=True
     )
     command_line.add_config(parser)
-    text = "policy to use instead of the run's policy: a file, a shipped name, or hub:owner/name"
-    parser.add_argument("--policy", help=text)
+    help_text = (
+        "policy to use instead of the run's policy: a file, a shipped name, or hub:owner/name"
+    )
+    parser.add_argument("--policy", help=help_text)
     stages = ",".join(STAGES)
     parser.add_argument("--stages", default=stages, help=f"comma-separated list of {stages}")
     flags, run = command_line.read_config(parser, arguments, EvaluationRun)

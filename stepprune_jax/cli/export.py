@@ -33,7 +33,7 @@ from stepprune_jax.workdir.metrics import read_rows
 _NAME = "stepprune-export"
 CARD = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
-# Files of a run whose last row is in the card, with the row's title.
+# Log files whose last row the card shows, and the row's title in the card.
 _METRIC_FILES = {"metrics.jsonl": "training", "validation.jsonl": "validation"}
 
 
@@ -47,9 +47,10 @@ def export(
 
     Args:
         workdir: folder of the run.
-        out: folder to write to; created if needed.
-        stop_bias: default stop bias of the exported policy.
-        target: the hub repository that the card names for downloads; None names the file.
+        out: folder for both files; created if needed.
+        stop_bias: number that the exported policy adds to its stop logits by default. A higher bias
+            keeps fewer tokens.
+        target: the hub repository that the card's commands pass as --policy. None names the file.
 
     Returns:
         The path of the policy file.
@@ -77,7 +78,15 @@ def export(
 
 
 def _calibration(path: Path, policy: Policy) -> Calibration | None:
-    """Returns the calibration of a finished run, or None if its policy differs from `policy`."""
+    """Returns the calibration that a finished run has saved with its policy.
+
+    Args:
+        path: policy file of the run, which exists once the run has finished.
+        policy: policy of the latest checkpoint.
+
+    Returns:
+        The calibration. None without a readable file, or if its policy differs from `policy`.
+    """
     try:
         finished = load_policy(path)
     except (OSError, UserError):
@@ -86,19 +95,25 @@ def _calibration(path: Path, policy: Policy) -> Calibration | None:
 
 
 def same_policy(first: Policy, second: Policy) -> bool:
-    """Returns whether two policies are bitwise equal, ignoring their measurements."""
+    """Returns whether two policies are bitwise equal, ignoring their calibrations."""
     first, second = first.replace(calibration=None), second.replace(calibration=None)
-    leaves = map(jax.tree.leaves, (first, second))
-    return jax.tree.structure(first) == jax.tree.structure(second) and all(
-        np.array_equal(*pair) for pair in zip(*leaves, strict=True)
-    )
+    if jax.tree.structure(first) != jax.tree.structure(second):
+        return False
+    return all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(second)))
 
 
 def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
-    """Reads a run's latest checkpoint.
+    """Reads the policy of a run's latest checkpoint.
+
+    Args:
+        workdir: folder of a run of train.py.
 
     Returns:
-        The number of updates, the policy, and the run's metadata.
+        The number of updates, the policy, and the checkpoint's metadata.
+
+    Raises:
+        FileNotFoundError: the run has no checkpoint.
+        UserError: all checkpoints are damaged, or have no policy.
     """
     step, arrays, metadata = read_latest(workdir.resolve())
     if "selector" not in metadata:
@@ -106,23 +121,29 @@ def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
             f"{workdir} has no checkpoints of a policy, expected the folder of a run of train.py"
         )
     config = read_config(workdir, metadata["selector"])
-    # The policy reads the first features. The statistics of deep features follow and are dropped.
+    # The run may also have the statistics of deep features, which the policy does not read. They
+    # follow the features of the policy.
     stats, _ = FeatureStats(**arrays["stats"]).split(config.feature_width)
-    return (
-        step,
-        selector_of(config).replace(params=arrays["state"]["params"], stats=stats),
-        metadata,
-    )
+    policy = selector_of(config).replace(params=arrays["state"]["params"], stats=stats)
+    return step, policy, metadata
 
 
 def last_metrics(workdir: Path, step: int) -> Json:
-    """Reads the last rows of a run's metrics up to a step, by "training" and "validation"."""
-    rows_by_kind = {}
-    for name, kind in _METRIC_FILES.items():
-        rows = [row for row in read_rows(workdir / name) if row["step"] <= step]
+    """Reads the last row of each of a run's log files, up to a step.
+
+    Args:
+        workdir: folder of the run.
+        step: number of updates of the exported checkpoint. Later rows are ignored.
+
+    Returns:
+        A dictionary with "training" and "validation". A log without rows has no key.
+    """
+    last_rows = {}
+    for file_name, title in _METRIC_FILES.items():
+        rows = [row for row in read_rows(workdir / file_name) if row["step"] <= step]
         if rows:
-            rows_by_kind[kind] = rows[-1]
-    return rows_by_kind
+            last_rows[title] = rows[-1]
+    return last_rows
 
 
 def model_card(
@@ -134,26 +155,30 @@ def model_card(
     """Fills the template of the model card: Markdown with the YAML header of model hubs.
 
     Args:
-        policy: the policy.
-        provenance: "step", "config" (fields by dotted name), and the hashes "model" and "data".
+        policy: the exported policy.
+        provenance: metadata of the policy file: "step" (number of updates), "config" (fields by
+            dotted name), and the hashes "model" and "data".
         last_rows: result of `last_metrics`.
-        target: the hub repository that the card names for downloads; None names the file.
+        target: the hub repository that the card's commands pass as --policy. None names the file.
+
+    Returns:
+        The text of the card.
     """
     config, step = provenance["config"], provenance["step"]
-    name = config["model.folder"]
-    base = hub.repository(name)
+    model_name = config["model.folder"]
+    base_repository = hub.repository(model_name)  # None if the model is a local folder.
     data = config["data.train_file"] or config["data.folder"]
-    lines = [
-        f"- {kind}, after update {row['step']}: "
-        + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if _is_metric(key, value))
-        for kind, row in last_rows.items()
+    metric_lines = [
+        f"- {title}, after update {row['step']}: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in row.items() if _is_metric(name, value))
+        for title, row in last_rows.items()
     ]
     return string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        base_model="" if base is None else f"base_model: {base.name}\n",
+        base_model="" if base_repository is None else f"base_model: {base_repository.name}\n",
         policy=POLICY_FILE if target is None else f"{hub.PREFIX}{target}",
-        title=f"A token selector for {name}",
+        title=f"A token selector for {model_name}",
         method=policy.name,
-        model=name,
+        model=model_name,
         model_hash=provenance["model"],
         data=data,
         data_hash=provenance["data"],
@@ -164,18 +189,22 @@ def model_card(
         text_width=policy.config.text_width,
         count=f"{count_weights(policy.params):,}",
         stop_bias=f"{policy.stop_bias:g}",
-        figures="\n".join(lines) or "None were logged.",
+        figures="\n".join(metric_lines) or "None were logged.",
         config=json.dumps(config, indent=1),
     )
 
 
-def _is_metric(key: str, value: object) -> bool:
-    """Returns whether a field of a row is a metric that the card lists."""
-    return key != "step" and isinstance(value, int | float)
+def _is_metric(name: str, value: object) -> bool:
+    """Returns whether a field of a log row is a number for the card. NaN is logged as null."""
+    return name != "step" and isinstance(value, int | float)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Exports the policy of a run with its model card, and uploads both if requested.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
@@ -190,14 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="OWNER/NAME",
         help="upload both files to the Hugging Face hub",
     )
-    text = "with --push: create a private repository"
-    parser.add_argument("--private", action="store_true", help=text)
+    help_text = "with --push: create a private repository"
+    parser.add_argument("--private", action="store_true", help=help_text)
     flags = parser.parse_args(argv)
     if flags.private and flags.push is None:
         raise UserError("--private is given without --push, expected both or neither")
     target = None if flags.push is None else _push_target(flags.push)
-    stop_bias = flags.stop_bias
-    expect("--stop_bias", stop_bias, is_number(stop_bias), "a finite number")
+    expect("--stop_bias", flags.stop_bias, is_number(flags.stop_bias), "a finite number")
     check_creatable("--out", flags.out, is_folder=True)
     path = export(flags.workdir, flags.out, flags.stop_bias, target)
     print(f"{path}\n{path.parent / CARD}", flush=True)
@@ -207,7 +235,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _push_target(name: str) -> hub.Repository:
-    """Returns the repository of --push.
+    """Parses the value of --push.
+
+    Args:
+        name: "owner/name", with or without the prefix "hub:".
+
+    Returns:
+        The hub repository to upload to.
 
     Raises:
         UserError: the name is not owner/name.

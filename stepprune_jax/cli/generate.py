@@ -40,6 +40,7 @@ from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, Budget, Pruner
 from stepprune_jax.registry import PRUNERS, build_pruner, read_options
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, expect, local_path, one_line
 
 _NAME = "stepprune-generate"
@@ -48,15 +49,16 @@ _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.floa
 
 
 class _Job(NamedTuple):
-    """The checked input of the command.
+    """The checked input of the command. Made by `_read_job`.
 
     Attributes:
         generator: model, pruner and settings of the answers.
-        request: `--prompt` with the images of `--image`.
-        images: the images, for a conversation or an overlay.
-        system: the system prompt; None for the template's.
+        request: tokenized `--prompt` with the preprocessed images of `--image`.
+        images: the decoded images for a conversation or an overlay; otherwise empty.
+        system: system prompt; None for the system prompt of the model's template.
         settings: the flags that determine answers, for the output.
-        questions: the questions of `--questions` without an answer, by number.
+        questions: the questions of `--questions` that the file `--out` does not yet answer. Keys
+            are indices in `--questions`.
     """
 
     generator: Generator
@@ -68,15 +70,15 @@ class _Job(NamedTuple):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each flag that has one."""
+    """Formats the help of a command. Shows defaults except None, False and empty lists."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.default not in (None, False, [])
         return super()._get_help_string(action) if has_default else action.help
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Defines the flags."""
+def _build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of the command line, with the flags in groups."""
     parser = Parser(
         prog=_NAME,
         description=__doc__.splitlines()[0],
@@ -93,21 +95,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", help="the question; with --interactive, the first question")
     add("--system", help="system prompt, which replaces the prompt of the model's template")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    text = "file of questions: lines with question_id, image and text"
-    add("--questions", type=local_path, metavar="FILE.jsonl", help=text)
-    text = "folder of the images of --questions; default: the folder of the file"
-    add("--image_folder", type=local_path, help=text)
-    text = f"with --questions: questions per batch; default: {_BATCH_SIZE}"
-    add("--batch_size", type=integer_from(1), help=text)
+    help_text = "file of questions: lines with question_id, image and text"
+    add("--questions", type=local_path, metavar="FILE.jsonl", help=help_text)
+    help_text = "folder of the images of --questions; default: the folder of the file"
+    add("--image_folder", type=local_path, help=help_text)
+    help_text = f"with --questions: questions per batch; default: {_BATCH_SIZE}"
+    add("--batch_size", type=integer_from(1), help=help_text)
     add = parser.add_argument_group("pruning").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
-    text = "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
-    add("--budget", help=text)
+    help_text = (
+        "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
+    )
+    add("--budget", help=help_text)
     add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
-    text = "bias of the policy's stop logits; replaces the bias in the policy file"
-    add("--stop_bias", type=float, help=text)
+    help_text = "bias of the policy's stop logits; replaces the bias in the policy file"
+    add("--stop_bias", type=float, help=help_text)
     add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
     add = parser.add_argument_group("answers").add_argument
     add("--max_tokens", type=int, default=128, help="length limit of the answer")
@@ -117,13 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the sampling")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
-    text = "int8: the language model takes half the memory"
-    add("--weights", choices=WEIGHTS, default="full", help=text)
+    help_text = "int8: the language model takes half the memory"
+    add("--weights", choices=WEIGHTS, default="full", help=help_text)
     add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("results").add_argument
-    text = "file for the answers to --questions; the command continues an existing file"
-    add("--out", metavar="FILE.jsonl", help=text)
+    help_text = "file for the answers to --questions; the command continues an existing file"
+    add("--out", metavar="FILE.jsonl", help=help_text)
     add("--json", action="store_true", help="print one JSON object instead of the text")
     add("--overlay", metavar="FILE.png", help="draw the kept tokens in order of selection")
     add("--trace", metavar="FILE.npz", help="write the kept tokens of each stage, and the logits")
@@ -131,12 +135,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
-    """Raises a UserError if flags contradict each other, or a file cannot be written."""
+    """Raises a UserError if flags contradict each other, or a result file cannot be written."""
     names = ("budget", "mean_budget", "stop_bias")
-    count_flags = [f"--{name}" for name in names if getattr(flags, name) is not None]
+    budget_flags = [f"--{name}" for name in names if getattr(flags, name) is not None]
     has_mean = flags.mean_budget is not None or (flags.budget or "").startswith("mean:")
-    if has_mean and len(count_flags) > 1:
-        raise UserError(f"{' and '.join(count_flags)} are given, expected one of them")
+    if has_mean and len(budget_flags) > 1:  # A mean budget determines the stop bias.
+        raise UserError(f"{' and '.join(budget_flags)} are given, expected one of them")
     if flags.questions is not None or flags.out is not None:
         _check_question_flags(flags)
         return
@@ -160,17 +164,19 @@ def _check_flags(flags: argparse.Namespace) -> None:
 
 
 def _check_question_flags(flags: argparse.Namespace) -> None:
-    """Checks the flags of a file of questions, which is answered greedily.
+    """Checks the flags of a command with `--questions`, and sets flags.out and flags.image_folder.
+
+    A file of questions is answered greedily.
 
     Raises:
         UserError: a flag does not apply to a file of questions.
     """
     if flags.questions is None or flags.out is None:
         raise UserError("--questions and --out are given together: questions, and where answers go")
-    names = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
-    names += ("temperature", "top_p", "repetition_penalty", "seed")
+    excluded_flags = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
+    excluded_flags += ("temperature", "top_p", "repetition_penalty", "seed")
     defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
-    for name in names:
+    for name in excluded_flags:
         if getattr(flags, name) not in (None, False, [], defaults.get(name)):
             message = f"--{name} does not belong to --questions, which is answered greedily"
             raise UserError(message)
@@ -179,9 +185,18 @@ def _check_question_flags(flags: argparse.Namespace) -> None:
 
 
 def _read_job(flags: argparse.Namespace) -> _Job:
-    """Reads and checks all input, and then loads the weights.
+    """Reads and checks all input, and then loads the weights of the model.
 
-    The checks use a generator without weights, so mistakes are reported before the long load.
+    All checks use a generator without weights, because loading weights takes long.
+
+    Args:
+        flags: the parsed flags.
+
+    Returns:
+        The input. The weights are not loaded if all questions of a file have answers.
+
+    Raises:
+        UserError: a flag is invalid, or does not suit the model.
     """
     _check_flags(flags)
     source = folders.inspect_folder(
@@ -190,9 +205,45 @@ def _read_job(flags: argparse.Namespace) -> _Job:
         min_pixels=flags.min_pixels,
         max_pixels=flags.max_pixels,
     )
+    policy = None if flags.policy is None else load_policy_for(source, flags.policy)
+    generator = _build_generator(flags, source, policy)
+    # Without --prompt, a placeholder checks the images and the system prompt.
+    prompt = "?" if flags.prompt is None else flags.prompt
+    # Images are paths here, so error messages name the file.
+    request = generator.read([prompt], [flags.image], system=flags.system)
+    settings, questions = _answer_settings(flags, generator.pruner), {}
+    if flags.overlay is not None:
+        need("matplotlib", "--overlay draws")
+    needs_images = flags.interactive or flags.overlay is not None
+    images = [open_image(path, as_shown=True) for path in flags.image] if needs_images else []
+    mesh = None if flags.mesh is None else build_mesh(flags.mesh)
+    if flags.questions is not None:
+        all_questions = read_questions(flags.questions, flags.image_folder)
+        settings["weights"] = model_identity(source)[:16]  # Downloads the weights of a hub model.
+        settings["policy_weights"] = None if policy is None else policy_digest(policy)
+        questions = unanswered_questions(flags.out, all_questions, flags.image_folder, settings)
+    params = {}
+    if flags.questions is None or questions:
+        params = load_params(source, mesh, _DTYPES[flags.dtype], weights=flags.weights)
+    generator = dataclasses.replace(generator, model=generator.model._replace(params=params))
+    return _Job(generator, request, images, flags.system, settings, questions)
+
+
+def _build_generator(
+    flags: argparse.Namespace, source: folders.ModelFolder, policy: TrainedPruner | None
+) -> Generator:
+    """Builds model, pruner and settings from the flags, without the weights of the model.
+
+    Args:
+        flags: the parsed flags.
+        source: the inspected folder of the model.
+        policy: the policy of --policy, or None.
+
+    Raises:
+        UserError: the model does not support the pruner or a setting.
+    """
     image_settings = source.backbone.image_settings(source.vision_folder or source.folder)
     model = make_vlm(source, {}, folders.load_tokenizer(source.folder), image_settings)
-    policy = None if flags.policy is None else load_policy_for(source, flags.policy)
     pruner = build_pruner(
         flags.pruner,
         flags.budget if flags.mean_budget is None else Budget("mean", flags.mean_budget),
@@ -208,30 +259,16 @@ def _read_job(flags: argparse.Namespace) -> _Job:
     )
     execution = Execution(attention=flags.attention)
     options = RunOptions(flags.max_tokens, flags.positions, execution=execution)
-    generator = Generator(model, pruner, sampling, options)
-    prompt = "?" if flags.prompt is None else flags.prompt
-    # Images are paths here, so that errors name the file.
-    request = generator.read([prompt], [flags.image], system=flags.system)
-    settings, questions = _answer_settings(flags, pruner), {}
-    if flags.overlay is not None:
-        need("matplotlib", "--overlay draws")
-    needs_images = flags.interactive or flags.overlay is not None
-    images = [open_image(path, as_shown=True) for path in flags.image] if needs_images else []
-    mesh = None if flags.mesh is None else build_mesh(flags.mesh)
-    if flags.questions is not None:
-        all_questions = read_questions(flags.questions, flags.image_folder)
-        settings["weights"] = model_identity(source)[:16]  # Downloads the weights of a hub model.
-        settings["policy_weights"] = None if policy is None else policy_digest(policy)
-        questions = unanswered_questions(flags.out, all_questions, flags.image_folder, settings)
-    params = {}
-    if flags.questions is None or questions:
-        params = load_params(source, mesh, _DTYPES[flags.dtype], weights=flags.weights)
-    generator = dataclasses.replace(generator, model=model._replace(params=params))
-    return _Job(generator, request, images, flags.system, settings, questions)
+    return Generator(model, pruner, sampling, options)
 
 
 def _answer_settings(flags: argparse.Namespace, pruner: Pruner) -> JsonObject:
-    """Returns the settings that determine answers, for the output and for answer files."""
+    """Returns the settings that determine answers, for `--json` and each line of an answer file.
+
+    Args:
+        flags: the parsed flags.
+        pruner: the pruner that the flags describe.
+    """
     return {
         "model": flags.model,
         "vision_folder": flags.vision_folder,
@@ -253,9 +290,9 @@ def _answer_settings(flags: argparse.Namespace, pruner: Pruner) -> JsonObject:
 
 
 def _stream_answer(job: _Job, request: Request) -> Answer:
-    """Prints an answer token by token, and then its token counts and times."""
+    """Prints an answer token by token, and then its token counts and times; returns the answer."""
     answer, times = timed_answer(
-        job.generator, request, lambda piece: print(piece, end="", flush=True)
+        job.generator, request, lambda text: print(text, end="", flush=True)
     )
     counts = f"kept {answer.kept} of {answer.visual_tokens} visual tokens"
     print(f"\n[{counts}, {times}]", flush=True)
@@ -263,7 +300,13 @@ def _stream_answer(job: _Job, request: Request) -> Answer:
 
 
 def _read_stdin(first_question: str | None) -> Iterator[str]:
-    """Yields the first question, if any, and then lines of stdin until its end or "exit"."""
+    """Yields questions: the first question, if any, and then the lines of stdin.
+
+    Ends at the end of stdin or at a line "exit". Skips empty lines.
+
+    Args:
+        first_question: value of --prompt, which may be None.
+    """
     if first_question is not None:
         yield first_question
     while sys.stdin is not None:  # `<&-` closes stdin.
@@ -277,21 +320,32 @@ def _read_stdin(first_question: str | None) -> Iterator[str]:
 
 
 def _converse(job: _Job, first_question: str | None) -> None:
-    """Answers questions from stdin as one conversation about the same images."""
-    turns: list[str] = []
+    """Answers questions from stdin as one conversation about the same images.
+
+    A question that causes an error, such as a too long conversation, is reported and skipped.
+
+    Args:
+        job: model, settings and images.
+        first_question: value of --prompt, which may be None.
+    """
+    previous_turns: list[str] = []  # Questions and answers in turn.
     for question in _read_stdin(first_question):
         try:
-            prompt = [*turns, question]
-            request = job.generator.read([prompt], [job.images], system=job.system)
+            turns = [*previous_turns, question]
+            request = job.generator.read([turns], [job.images], system=job.system)
             answer = _stream_answer(job, request)
         except UserError as error:
             print(f"{_NAME}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
-        turns += [question, answer.text]
+        previous_turns += [question, answer.text]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Answers questions about images, and prints or writes the answers.
+
+    Args:
+        arguments: command-line arguments; None reads the arguments of the process.
+    """
 
     def show_warning(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {one_line(message)}", file=sys.stderr)
@@ -299,12 +353,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # The user sees warnings without the line of code that Python would add.
         warnings.showwarning = show_warning
-        _execute(_parser().parse_args(arguments))
+        _execute(_build_parser().parse_args(arguments))
 
 
 def _execute(flags: argparse.Namespace) -> None:
-    """Runs the parsed command."""
-    if hasattr(sys.stdin, "reconfigure"):  # Bytes that are not UTF-8 become an error of the prompt.
+    """Runs the command: answers a file of questions, a conversation, or one prompt."""
+    # The tokenizer reports questions with invalid UTF-8, so decoding stdin must not fail.
+    if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")
     job = _read_job(flags)
     if flags.questions is not None:
@@ -324,7 +379,7 @@ def _execute(flags: argparse.Namespace) -> None:
     else:
         answer = _print_json(job, flags.trace) if flags.json else _stream_answer(job, job.request)
         if flags.overlay is not None:
-            # Imported here because answering does not need the packages of drawing.
+            # Imported here because only an overlay needs the packages for drawing.
             from stepprune_jax.visualize.overlays import draw_answer
 
             with file_named(Path(flags.overlay)):
@@ -333,7 +388,15 @@ def _execute(flags: argparse.Namespace) -> None:
 
 
 def _print_json(job: _Job, trace_file: str | None) -> Answer:
-    """Prints settings, answer and times as one JSON object, and saves the trace to a file."""
+    """Answers the prompt, and prints settings, answer and times as one JSON object.
+
+    Args:
+        job: the checked input of the command.
+        trace_file: file for the kept tokens of each stage and the logits; None saves no trace.
+
+    Returns:
+        The answer.
+    """
 
     def save_trace(prefill: PrefillResult) -> None:
         if trace_file is not None:

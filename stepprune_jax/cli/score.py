@@ -17,7 +17,7 @@ from stepprune_jax.user_input import one_line
 _NAME = "stepprune-score"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     """Builds a parser with one sub-command per benchmark."""
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
@@ -31,34 +31,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines(parts: JsonObject, prefix: str = "") -> list[str]:
-    """Formats one line per number. A slash joins the names of nested numbers."""
+def _format_numbers(numbers: JsonObject, prefix: str = "") -> list[str]:
+    """Formats nested numbers, such as the accuracy of each category, with one line per number.
+
+    Args:
+        numbers: numbers and nested objects by name.
+        prefix: names of the enclosing objects, joined and ended by slashes.
+
+    Returns:
+        Lines such as "  color/accuracy  61.50".
+    """
     lines = []
-    for name, value in parts.items():
+    for name, value in numbers.items():
         if isinstance(value, dict):
-            lines += _lines(value, f"{prefix}{name}/")
+            lines += _format_numbers(value, f"{prefix}{name}/")
         else:
-            text = f"{value:.2f}" if isinstance(value, float) else value
-            lines.append(f"  {one_line(prefix + name)}  {text}")
+            number = f"{value:.2f}" if isinstance(value, float) else value
+            lines.append(f"  {one_line(prefix + name)}  {number}")
     return lines
 
 
 def summary(benchmark: Benchmark, score: Score) -> str:
-    """Formats a score as text."""
+    """Formats a score as text: the headline number, its parts, and warnings.
+
+    Args:
+        benchmark: the benchmark.
+        score: result of `benchmark.score`.
+    """
     headline = f"{benchmark.title}  {score.headline:.2f}  ({benchmark.headline})"
     warnings = [f"warning: {one_line(warning)}" for warning in score.warnings]
-    return "\n".join([headline, *_lines(score.parts), *warnings])
+    return "\n".join([headline, *_format_numbers(score.parts), *warnings])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
-    flags = _parser().parse_args(argv)
+    """Scores an answer file, and prints the score.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
+    flags = _build_parser().parse_args(argv)
     benchmark = BENCHMARKS[flags.benchmark]
     options = {name: getattr(flags, name) for name in benchmark.options}
-    out = flags.json and file_to_write("--json", flags.json)
+    json_file = file_to_write("--json", flags.json) if flags.json else None
     score = benchmark.score(Path(flags.data), Path(flags.answers), **options)
-    if out:
-        write_json(out, score._asdict())
+    if json_file is not None:
+        write_json(json_file, score._asdict())
     print(summary(benchmark, score))
 
 

@@ -42,8 +42,8 @@ _DTYPES = ("bfloat16", "float32", "float16")
 _logger = logging.getLogger("stepprune_jax.serving")  # __name__ may be "__main__".
 
 
-def _parser() -> Parser:
-    """Defines the flags."""
+def _build_parser() -> Parser:
+    """Builds the parser of the command line, with the flags in groups."""
     parser = Parser(prog=_NAME, description=(__doc__ or "").partition("\n")[0], compiles=True)
     add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
@@ -52,66 +52,72 @@ def _parser() -> Parser:
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
     add("--max_pixels", type=int, help="largest area of a resized image")
     add("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of weights and compute")
-    text = "int8: the language model takes half the memory"
-    add("--weights", choices=WEIGHTS, default="full", help=text)
+    help_text = "int8: the language model takes half the memory"
+    add("--weights", choices=WEIGHTS, default="full", help=help_text)
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("defaults of a request").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
-    text = "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
-    add("--budget", help=text)
+    help_text = (
+        "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
+    )
+    add("--budget", help=help_text)
     add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
-    text = "position ids of kept tokens; default: compact with an engine, otherwise own"
-    add("--positions", choices=POSITIONS, help=text)
+    help_text = "position ids of kept tokens; default: compact with an engine, otherwise own"
+    add("--positions", choices=POSITIONS, help=help_text)
     add("--max_tokens", type=integer_from(1), default=128, help="length limit of answers")
     add = parser.add_argument_group("engine").add_argument
-    text = "address of a server such as vLLM that runs the language model"
-    add("--engine", metavar="http://HOST:PORT", help=text)
-    text = "seconds to wait for the engine's next token"
-    add("--engine_timeout", type=float, default=60.0, help=text)
+    help_text = "address of a server such as vLLM that runs the language model"
+    add("--engine", metavar="http://HOST:PORT", help=help_text)
+    help_text = "seconds to wait for the engine's next token"
+    add("--engine_timeout", type=float, default=60.0, help=help_text)
     add = parser.add_argument_group("service").add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8080, help="port to listen on")
-    text = "origins of web pages that may send requests: http://HOST:PORT, or * for all pages"
-    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=text)
-    text = "largest number of requests in a batch"
-    add("--batch_size", type=integer_from(1), default=8, help=text)
-    text = "longest time that a request waits for its batch to fill"
-    add("--batch_wait_ms", type=float, default=5.0, help=text)
+    help_text = "origins of web pages that may send requests: http://HOST:PORT, or * for all pages"
+    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=help_text)
+    help_text = "largest number of requests in a batch"
+    add("--batch_size", type=integer_from(1), default=8, help=help_text)
+    help_text = "longest time that a request waits for its batch to fill"
+    add("--batch_wait_ms", type=float, default=5.0, help=help_text)
     add = parser.add_argument_group("warm-up").add_argument
-    text = "compile all programs for images up to this size before the server listens; LLaVA and "
-    text += "LLaVA-NeXT need no size"
-    add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=text)
-    text = "with --warm_up: number of tokens of the longest text of a prompt"
-    add("--warm_up_text", type=integer_from(1), default=128, help=text)
+    help_text = (
+        "compile all programs for images up to this size before the server listens; LLaVA and "
+    )
+    help_text += "LLaVA-NeXT need no size"
+    add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=help_text)
+    help_text = "with --warm_up: number of tokens of the longest text of a prompt"
+    add("--warm_up_text", type=integer_from(1), default=128, help=help_text)
     add = parser.add_argument_group("limits").add_argument
-    text = "largest number of requests at a time; further requests get status 429"
-    add("--queue", type=integer_from(1), default=128, help=text)
-    text = "largest size of a request, and of an image file"
-    add("--max_megabytes", type=integer_from(1), default=16, help=text)
+    help_text = "largest number of requests at a time; further requests get status 429"
+    add("--queue", type=integer_from(1), default=128, help=help_text)
+    help_text = "largest size of a request, and of an image file"
+    add("--max_megabytes", type=integer_from(1), default=16, help=help_text)
     add("--max_megapixels", type=integer_from(1), default=50, help="largest size of an image")
-    text = "largest number of images in a request"
-    add("--max_images", type=integer_from(1), default=8, help=text)
+    help_text = "largest number of images in a request"
+    add("--max_images", type=integer_from(1), default=8, help=help_text)
     add("--image_folder", help="requests may name files inside this folder as file://NAME")
-    text = "let special tokens in a request's text, such as <|im_end|>, act as in the template; "
-    text += "by default they are plain text"
-    add("--allow_special_tokens", action="store_true", help=text)
+    help_text = (
+        "let special tokens in a request's text, such as <|im_end|>, act as in the template; "
+    )
+    help_text += "by default they are plain text"
+    add("--allow_special_tokens", action="store_true", help=help_text)
     return parser
 
 
 def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
-    """Reads and checks the flags, and then loads the model.
+    """Builds the server: checks the flags, loads the model, and compiles for `--warm_up`.
 
     Args:
         argv: command-line arguments; None reads the arguments of the process.
 
     Returns:
-        The application, and the host and the port to serve it on.
+        The ASGI application, and the host and the port to listen on.
 
     Raises:
         UserError: a flag is invalid, contradicts another flag, or does not suit the model.
     """
-    flags = _parser().parse_args(argv)
+    flags = _build_parser().parse_args(argv)
     _check_flags(flags)
     has_engine = flags.engine is not None
     image_options = {
@@ -152,12 +158,12 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         allow_special_tokens=flags.allow_special_tokens,
     )
     metrics = Metrics()
-    batching = {"batch_size": flags.batch_size, "batch_seconds": flags.batch_wait_ms / 1000}
+    batch_options = {"batch_size": flags.batch_size, "batch_seconds": flags.batch_wait_ms / 1000}
     if has_engine:
-        seconds = flags.engine_timeout
-        backend = EngineBackend(model, flags.engine, metrics, seconds=seconds, **batching)
+        timeout = flags.engine_timeout
+        backend = EngineBackend(model, flags.engine, metrics, seconds=timeout, **batch_options)
     else:
-        backend = LocalBackend(model, metrics, max_tokens=flags.max_tokens, **batching)
+        backend = LocalBackend(model, metrics, max_tokens=flags.max_tokens, **batch_options)
     if extent is not None:
         warm_up(parser, backend, extent)
     _logger.info("serving %s on http://%s:%s/v1", parser.name, flags.host, flags.port)
@@ -184,13 +190,25 @@ def _check_flags(flags: argparse.Namespace) -> None:
     ):
         expect(f"--{name}", getattr(flags, name), is_valid, expected)
     for origin in flags.cors:
-        is_valid = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
+        has_path = origin.count("/") > 2  # "http://" has two slashes.
+        is_valid = origin == "*" or (_is_address(origin) and not has_path)
         expect("--cors", origin, is_valid, "http://HOST:PORT without a path, or *")
     check_address(flags.host, flags.port)
 
 
 def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | None:
-    """Returns the limits of the requests that --warm_up compiles; None without --warm_up."""
+    """Parses `--warm_up` and `--warm_up_text`.
+
+    Args:
+        flags: the parsed flags.
+        config: configuration of the model. Only models whose image sizes vary freely need a size.
+
+    Returns:
+        The limits of the requests whose programs are compiled; None without --warm_up.
+
+    Raises:
+        UserError: the size is invalid, or missing for a model that needs a size.
+    """
     if flags.warm_up is None:
         return None
     width, _, height = flags.warm_up.partition("x")
@@ -199,11 +217,12 @@ def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | 
     is_valid = is_size or (flags.warm_up == "" and not needs_size)
     expected = "the size of the largest image as WIDTHxHEIGHT, such as 1344x1344"
     expect("--warm_up", flags.warm_up, is_valid, expected)
-    return Extent((int(width), int(height)) if is_size else (1, 1), flags.warm_up_text)
+    image_size = (int(width), int(height)) if is_size else (1, 1)  # (1, 1) is not used.
+    return Extent(image_size, flags.warm_up_text)
 
 
 def _request_limits(flags: argparse.Namespace) -> RequestLimits:
-    """Returns the limits of a request's size."""
+    """Converts the flags for limits of a request, which are in megabytes and megapixels."""
     return RequestLimits(
         bytes=flags.max_megabytes << 20,
         pixels=flags.max_megapixels * 10**6,
@@ -213,7 +232,7 @@ def _request_limits(flags: argparse.Namespace) -> RequestLimits:
 
 
 def _is_address(text: str) -> bool:
-    """Returns whether a text is the address of a server."""
+    """Returns whether a text is the HTTP address of a server, such as http://127.0.0.1:8000."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -222,7 +241,11 @@ def _is_address(text: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves until the process is interrupted."""
+    """Loads the model, and serves chats until the process is interrupted.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     app, host, port = prepare(argv)
     uvicorn.run(
         app,

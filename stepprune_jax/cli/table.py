@@ -12,7 +12,11 @@ _NAME = "stepprune-table"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
+    """Merges the scores of several runs into one table, and prints the table.
+
+    Args:
+        argv: command-line arguments; None reads the arguments of the process.
+    """
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")

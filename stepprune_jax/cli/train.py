@@ -32,7 +32,10 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the arguments and trains.
+    """Trains a selector, or reports what the training would cost (`--dry_run`).
+
+    Args:
+        arguments: command-line arguments; None reads the arguments of the process.
 
     Returns:
         The exit status: 0, or 128 plus the number of the signal that stopped the run.
@@ -44,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="check configuration and data, report memory, operations and hours, and exit",
     )
-    target_help = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
-    parser.add_argument("--target", help=target_help)
+    help_text = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
+    parser.add_argument("--target", help=help_text)
     parser.add_argument("--profile", metavar="FIRST:LAST", help="updates to profile, from 1")
     flags, run = read_config(parser, arguments, Run)
     if flags.dry_run:
@@ -56,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if flags.target is not None:
         raise UserError("--target requires --dry_run")
-    window = None if flags.profile is None else read_window(flags.profile, run.steps)
+    profile_window = None if flags.profile is None else read_window(flags.profile, run.steps)
     distributed.use_cores(run.cpu_devices)
     distributed.start()
-    return signal_status(train(run, flags.workdir, window))
+    signal_number = train(run, flags.workdir, profile_window)
+    return signal_status(signal_number)
 
 
 if __name__ == "__main__":

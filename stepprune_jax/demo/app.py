@@ -22,18 +22,21 @@ def build(
     """Builds the page for a model, with the first choice and the first example selected.
 
     Args:
-        model: the model.
+        model: the model that answers.
         name: name of the model on the page.
-        choices: methods by their names on the page.
-        examples: images with a question each; may be empty.
+        choices: pruning methods by their names on the page; at least one.
+        examples: pairs of an image and a question; may be empty.
+
+    Returns:
+        The page, which `serve` serves.
     """
     max_tokens = model.config.max_image_tokens
-    token_text = f"at most {max_tokens:,}" if model.config.sizes_vary else f"{max_tokens:,}"
+    num_tokens = f"at most {max_tokens:,}" if model.config.sizes_vary else f"{max_tokens:,}"
     first_choice = next(iter(choices.values()))
     example_image, example_question = examples[0] if examples else (None, "")
     with gr.Blocks(title="StepPrune") as page:
         gr.Markdown(
-            f"# StepPrune\n{name} answers from all visual tokens ({token_text}), and from the "
+            f"# StepPrune\n{name} answers from all visual tokens ({num_tokens}), and from the "
             "tokens that a method keeps."
         )
         with gr.Row():
@@ -46,46 +49,74 @@ def build(
                 mode = gr.Radio(
                     first_choice.modes, value=first_choice.modes[0], label="tokens to keep"
                 )
-                count = gr.Slider(
+                count_slider = gr.Slider(
                     1,
                     max_tokens,
-                    value=max(1, max_tokens // 9),
+                    value=max(1, max_tokens // 9),  # The paper's smallest budget: 64 of 576.
                     step=1,
                     label="how many",
                     visible=first_choice.modes[0] != BY_ITSELF,
                 )
-                ask = gr.Button("Ask", variant="primary")
+                ask_button = gr.Button("Ask", variant="primary")
             with gr.Column():
-                full = gr.Textbox(label="all tokens", elem_id="full")
-                pruned = gr.Textbox(label="kept tokens", elem_id="pruned")
+                full_answer = gr.Textbox(label="all tokens", elem_id="full")
+                pruned_answer = gr.Textbox(label="kept tokens", elem_id="pruned")
                 picture = gr.Image(label="kept tokens", format="png", elem_id="picture")
         if examples:
             gr.Examples([[*example] for example in examples], [image, question])
-        inputs, outputs = [image, question, method, mode, count], [full, pruned, picture]
+        inputs = [image, question, method, mode, count_slider]
+        outputs = [full_answer, pruned_answer, picture]
         answer = _make_callback(model, choices)
-        gr.on([ask.click, question.submit, count.release], answer, inputs, outputs)
-        method.change(lambda name: _update_controls(choices[name]), method, [mode, count])
-        mode.change(lambda mode: gr.update(visible=mode != BY_ITSELF), mode, count)
+        triggers = [ask_button.click, question.submit, count_slider.release]
+        gr.on(triggers, answer, inputs, outputs)
+        method.change(lambda name: _update_controls(choices[name]), method, [mode, count_slider])
+        mode.change(lambda mode: gr.update(visible=mode != BY_ITSELF), mode, count_slider)
     return page
 
 
 def _update_controls(choice: Choice) -> tuple[Any, Any]:
-    """Returns updates of the controls for a method: its modes, and whether the slider is shown."""
+    """Returns updates of the page's controls for a newly selected method.
+
+    Args:
+        choice: the method.
+
+    Returns:
+        The update of the radio buttons, which list the method's modes, and the update of the
+        slider, which is hidden if the policy decides the number of tokens.
+    """
     first_mode = choice.modes[0]
-    return gr.update(choices=choice.modes, value=first_mode), gr.update(
-        visible=first_mode != BY_ITSELF
-    )
+    mode_update = gr.update(choices=choice.modes, value=first_mode)
+    return mode_update, gr.update(visible=first_mode != BY_ITSELF)
 
 
 def _make_callback(
     model: VLM, choices: Mapping[str, Choice]
 ) -> Callable[[Image.Image | None, str, str, str, int], tuple[dict, dict, Image.Image]]:
-    """Returns the callback of the button, which shows user errors on the page."""
+    """Returns the function that Gradio calls to answer a question.
+
+    Args:
+        model: the model that answers.
+        choices: pruning methods by their names on the page.
+    """
 
     def answer(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
     ) -> tuple[dict, dict, Image.Image]:
-        """Returns updates of both answers, and the picture of the kept tokens."""
+        """Answers a question from all tokens and from the kept tokens.
+
+        Args:
+            image: the uploaded image, or None.
+            question: text of the question.
+            method: a key of `choices`.
+            mode: how the number of kept tokens is decided; one of the method's modes.
+            count: number of tokens to keep; the mode may ignore it.
+
+        Returns:
+            Updates of the text boxes with both answers, and the picture of the kept tokens.
+
+        Raises:
+            gr.Error: shows a user error on the page.
+        """
         if image is None:
             raise gr.Error("no image is given: upload one", print_exception=False)
         try:
@@ -100,7 +131,7 @@ def _make_callback(
 
 
 def _update_answer(title: str, answer: Answer, times: Times) -> dict:
-    """Returns the update of an answer's text, its token counts, and its times."""
+    """Returns the update of a text box: the answer, and a label with token counts and times."""
     label = f"{title} tokens: {answer.kept} of {answer.visual_tokens}"
     return gr.update(value=answer.text, label=label, info=str(times))
 

@@ -17,19 +17,20 @@ from stepprune_jax.user_input import UserError
 from stepprune_jax.visualize.overlays import square_image
 from stepprune_jax.visualize.patches import draw_panel
 
-# Modes of the number of tokens to keep, as the page names them.
+# Modes: how the number of tokens to keep is decided, as the page names them. In the mode
+# `BY_ITSELF`, the policy decides the number of tokens for each image.
 EXACTLY, ON_AVERAGE, BY_ITSELF = "exactly", "on average", "where the policy stops"
-OPTIONS = RunOptions(max_tokens=64)
+OPTIONS = RunOptions(max_tokens=64)  # Short answers fit the page.
 _SIDE = 480  # Side of the picture in pixels, which fits a column of the page.
 
 
 class Choice(NamedTuple):
-    """A method of the page.
+    """A pruning method on the page. Made by `list_choices`.
 
     Attributes:
         pruner: name of the pruner.
-        policy: the policy of a trained pruner, or None.
-        modes: modes of the number of tokens that the method supports. The first is the default.
+        policy: the policy of a trained pruner; None for other pruners.
+        modes: modes that the method supports. The first mode is the default.
     """
 
     pruner: str
@@ -37,7 +38,12 @@ class Choice(NamedTuple):
     modes: tuple[str, ...]
 
     def build(self, mode: str, count: float | int) -> Pruner:
-        """Builds the pruner. The learned stop (`BY_ITSELF`) ignores `count`."""
+        """Builds the pruner.
+
+        Args:
+            mode: one of `modes`.
+            count: number of tokens to keep of each image. `BY_ITSELF` ignores it.
+        """
         budget = {
             EXACTLY: Budget("count", int(count)),
             ON_AVERAGE: Budget("mean", count),
@@ -47,12 +53,12 @@ class Choice(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two answers to a question.
+    """Two answers to one question. Made by `compare`.
 
     Attributes:
-        full: the answer from all tokens, with its times.
-        pruned: the answer from the kept tokens, with its times.
-        picture: the image with its kept tokens.
+        full: the answer from all tokens, and its times.
+        pruned: the answer from the kept tokens, and its times.
+        picture: the image with its kept tokens highlighted.
     """
 
     full: tuple[Answer, Times]
@@ -61,11 +67,15 @@ class Comparison(NamedTuple):
 
 
 def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str, Choice]:
-    """Returns the methods that can prune a model at any exact budget, by name, policies first.
+    """Returns the pruning methods that the page offers for a model.
 
     Args:
-        model: the model.
+        model: the model that answers.
         policies: policies by their names on the page. Policies of other models are skipped.
+
+    Returns:
+        The methods by their names on the page: first the policies, then all pruners without
+        training that can keep any given number of the model's tokens.
     """
     choices = {}
     for name, policy in policies.items():
@@ -85,6 +95,8 @@ def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str,
             continue
         choice = Choice(name, None, (EXACTLY,))
         try:
+            # Checked with a typical count only for the exception of a method that does not suit the
+            # model.
             choice.build(EXACTLY, max(2, max_tokens // 4)).check(model.config, max_tokens)
         except UserError:
             continue
@@ -95,6 +107,12 @@ def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str,
 def compare(model: VLM, pruner: Pruner, image: Image.Image, question: str) -> Comparison:
     """Answers a question from all tokens and from the kept tokens, and draws the kept tokens.
 
+    Args:
+        model: the model that answers.
+        pruner: selects the tokens to keep.
+        image: the image.
+        question: the question about the image.
+
     Raises:
         UserError: the question is empty, or model or method do not support the input.
     """
@@ -104,7 +122,7 @@ def compare(model: VLM, pruner: Pruner, image: Image.Image, question: str) -> Co
     generators = Generator(model, options=OPTIONS), Generator(model, pruner, options=OPTIONS)
     request = generators[0].read([question], [image])
     full, pruned = (timed_answer(generator, request) for generator in generators)
-    answer, _ = pruned
-    square = square_image(model, image, answer.grids[0], answer.kept_indices[0])
+    pruned_answer, _ = pruned
+    square = square_image(model, image, pruned_answer.grids[0], pruned_answer.kept_indices[0])
     picture = draw_panel(square.image, square.patches, square.grid, _SIDE)
     return Comparison(full, pruned, picture)

@@ -8,10 +8,14 @@ from stepprune_jax.checkpoints.shipped import ASSETS
 
 
 def shapes_examples() -> list[tuple[Image.Image, str]]:
-    """Returns one image and question for each of four families of questions.
+    """Returns four pairs of an image and a question, one for each kind of question.
 
-    Image N is scene N of the world's test split with seed 2026.
+    The shapes world is a synthetic data set of drawn shapes. Image N is scene N of its test split
+    with seed 2026.
     """
     folder = ASSETS / "examples"
-    rows = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
-    return [(Image.open(folder / row["image"]).convert("RGB"), row["text"]) for row in rows]
+    examples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
+    return [
+        (Image.open(folder / example["image"]).convert("RGB"), example["text"])
+        for example in examples
+    ]

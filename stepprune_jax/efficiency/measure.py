@@ -1,5 +1,6 @@
 """Measures one row of the efficiency table, from pixels to the last token."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -29,12 +30,13 @@ from stepprune_jax.selectors import StepPrune
 
 
 class BenchRow(NamedTuple):
-    """A row of the table. Made by `rows.read_rows`.
+    """A row of the table: a pruning method with a budget. Made by `rows.read_rows`.
 
     Attributes:
         name: name of the row, such as "stepprune@64".
-        pruner: the pruner.
-        budget: the requested number of tokens. `measure` calibrates the stop of a mean budget.
+        pruner: the pruner that selects the tokens.
+        budget: the requested number of tokens. For a mean budget, `measure` calibrates the stop
+            bias of the pruner.
     """
 
     name: str
@@ -43,7 +45,7 @@ class BenchRow(NamedTuple):
 
 
 class BenchInputs(NamedTuple):
-    """Inputs of all rows: prompts with one image each, and the images."""
+    """Inputs of all rows: prompts with one image each, and the images. Made by `random_batch`."""
 
     prompts: Prompts
     images: Images
@@ -53,7 +55,7 @@ class Bench(NamedTuple):
     """The conditions of all measurements.
 
     Attributes:
-        model: the model.
+        model: the model with its weights on the device.
         options: how the model is run. `options.max_tokens` includes the first token.
         rounds: number of measurements of each row.
     """
@@ -63,13 +65,13 @@ class Bench(NamedTuple):
     rounds: int
 
 
-def random_batch(backbone: Backbone, batch_size: int, text: int) -> BenchInputs:
-    """Returns random images and prompts.
+def random_batch(backbone: Backbone, batch_size: int, num_text_tokens: int) -> BenchInputs:
+    """Returns random images of the largest size, and random prompts.
 
     Args:
         backbone: the model.
         batch_size: number of prompts, each with one image.
-        text: number of text tokens of each prompt.
+        num_text_tokens: number of text tokens of each prompt. The image is in their middle.
     """
     config, rng = backbone.config, np.random.default_rng(0)
     pixels = backbone.with_square_grids(
@@ -80,98 +82,117 @@ def random_batch(backbone: Backbone, batch_size: int, text: int) -> BenchInputs:
     )
     # Excludes special ids, which are below 3 or from the image token on.
     end_id = min(config.text.vocab_size - 1, config.image_token_id)
-    words = rng.integers(3, end_id, (batch_size, text), np.int32)
-    ids = np.insert(words, text // 2, IMAGE_TOKEN, axis=1)
-    rows = np.arange(batch_size, dtype=np.int32)
-    length = np.full(batch_size, text, np.int32)
-    prompts = Prompts(ids, length + 1, words, length, rows[:, None], rows)
-    images = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in rows]
+    text_ids = rng.integers(3, end_id, (batch_size, num_text_tokens), np.int32)
+    prompt_ids = np.insert(text_ids, num_text_tokens // 2, IMAGE_TOKEN, axis=1)
+    indices = np.arange(batch_size, dtype=np.int32)  # Prompt i has image i and the number i.
+    text_lengths = np.full(batch_size, num_text_tokens, np.int32)
+    prompts = Prompts(
+        prompt_ids, text_lengths + 1, text_ids, text_lengths, indices[:, None], indices
+    )
+    images = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], pixels) for i in indices]
     return BenchInputs(prompts, read_images(backbone, images))
 
 
 def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
-    """Returns the row with the stop bias that keeps its mean budget on the images of the batch.
+    """Calibrates the stop bias of a row so that it keeps its mean budget on the batch's images.
 
-    A row with another kind of budget is returned unchanged.
+    A policy stops when its stop logit plus the stop bias exceeds the logits of all tokens. The
+    margin of a step is the stop logit minus the largest token logit.
+
+    Args:
+        bench: the model and how it is run.
+        row: the row.
+        batch: inputs of all rows.
+
+    Returns:
+        The row with the calibrated stop bias. A row without a mean budget is returned unchanged.
     """
     pruner, model = row.pruner, bench.model
     if row.budget.kind != "mean":
         return row
     vision = to_host(pipeline.encode(model, batch.images, pruner.taps(model.config)))
-    batch_size, n = len(batch.prompts.length), vision.features.shape[1]
+    batch_size, num_visual_tokens = len(batch.prompts.length), vision.features.shape[1]
+    max_steps = pruner.longest(num_visual_tokens)
+    # Ranks the tokens without a stop, and records the margin of every step.
     ranking, _ = rank_all(
-        model, pruner, batch.prompts, vision, steps=pruner.longest(n), batch_size=batch_size
+        model, pruner, batch.prompts, vision, steps=max_steps, batch_size=batch_size
     )
-    margin = jnp.asarray(ranking.margin)
-    bias = policy.calibrate_stop_bias(
-        margin,
+    margins = jnp.asarray(ranking.margin)
+    # Unavailable stops have infinite margins. A bias beyond all finite margins stops everywhere or
+    # nowhere, so the search needs no larger bias.
+    largest_margin = jnp.max(jnp.abs(margins), where=jnp.isfinite(margins), initial=0)
+    stop_bias = policy.calibrate_stop_bias(
+        margins,
         row.budget.value,
         min_tokens=pruner.min_tokens,
-        max_bias=jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0) + 1,
+        max_bias=largest_margin + 1,
     )
-    return row._replace(pruner=pruner.replace(stop_bias=bias))
+    return row._replace(pruner=pruner.replace(stop_bias=stop_bias))
 
 
 def measure(
     bench: Bench, baseline: BenchRow | None, row: BenchRow, batch: BenchInputs
 ) -> dict[str, Any]:
-    """Measures a row in alternation with the baseline.
+    """Measures a row. In each round, answers once with the row and once with the baseline.
 
     Args:
-        bench: the conditions.
-        baseline: the row for ratios; `row` itself, or None for a measurement without ratios.
-        row: the row.
-        batch: inputs.
+        bench: the model, how it is run, and the number of rounds.
+        baseline: the row for ratios, which may be `row` itself; None measures without ratios.
+        row: the row to measure.
+        batch: inputs of all rows.
 
     Returns:
-        The result of the row as JSON. Times have the median, the minimum and the maximum over the
-        rounds.
+        The result as JSON. Times and ratios are lists: the median, the minimum and the maximum over
+        the rounds.
     """
     is_baseline, row = row is baseline, with_stop_bias(bench, row, batch)
-    first_turn, turns, baseline_turns = _time_answer(bench, row, batch), [], []
+    compiling_turn = _time_answer(bench, row, batch)  # Compiles the programs.
+    turns, baseline_turns = [], []
     for _ in range(bench.rounds):
         turns.append(_time_answer(bench, row, batch))
         if baseline is not None:
             turn = turns[-1] if is_baseline else _time_answer(bench, baseline, batch)
             baseline_turns.append(turn)
-    cost = _program_costs(bench, row, batch)
-    median_seconds = statistics.median(turn.first_token + turn.decode for turn in turns)
-    kept, steps = first_turn.kept, bench.options.max_tokens - 1
+    costs = _program_costs(bench, row, batch)
+    answer_seconds = statistics.median(turn.first_token + turn.decode for turn in turns)
+    compiling_seconds = compiling_turn.first_token + compiling_turn.decode - answer_seconds
+    num_kept, num_decode_steps = compiling_turn.num_kept, bench.options.max_tokens - 1
     milliseconds = {
         "tower": _spread(1e3 * turn.tower for turn in turns),
         "selector": _spread(1e3 * turn.selector for turn in turns),
         "rest": _spread(1e3 * (turn.first_token - turn.tower - turn.selector) for turn in turns),
         "whole": _spread(1e3 * turn.first_token for turn in turns),
-        "decode": _spread(1e3 * turn.decode / steps for turn in turns),
+        "decode": _spread(1e3 * turn.decode / num_decode_steps for turn in turns),
     }
+    speed_up = []
     if baseline_turns:
         milliseconds["whole_baseline"] = _spread(1e3 * turn.first_token for turn in baseline_turns)
+        speed_up = _spread(
+            baseline_turn.first_token / turn.first_token
+            for baseline_turn, turn in zip(baseline_turns, turns, strict=True)
+        )
     return {
         "row": row.name,
-        "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
+        "kept": [float(num_kept.mean()), int(num_kept.min()), int(num_kept.max())],
         "ms": milliseconds,
-        "tflops": count_tflops(bench.model.backbone, row, batch, kept.mean()),
-        "cache_bytes": first_turn.cache_bytes // len(kept),
-        **cost,
-        "first_s": first_turn.first_token,
-        "compile_s": max(0.0, first_turn.first_token + first_turn.decode - median_seconds),
-        "speed_up": baseline_turns
-        and _spread(
-            base.first_token / turn.first_token
-            for base, turn in zip(baseline_turns, turns, strict=True)
-        ),
+        "tflops": count_tflops(bench.model.backbone, row, batch, num_kept.mean()),
+        "cache_bytes": compiling_turn.cache_bytes // len(num_kept),
+        **costs,
+        "first_s": compiling_turn.first_token,
+        "compile_s": max(0.0, compiling_seconds),
+        "speed_up": speed_up,
     }
 
 
 class _Turn(NamedTuple):
-    """One timed answer. Times are seconds.
+    """One timed answer to all prompts of a batch. Times are seconds.
 
     Attributes:
-        tower: the tower by itself, from images on the host.
-        selector: selection by itself, from the tower's results.
-        first_token: from images on the host to the first token.
-        decode: from the first token to the last token.
-        kept: [b] visual tokens after the last cut.
+        tower: time of the vision tower by itself, from images on the host.
+        selector: time of the selection by itself, from the tower's results.
+        first_token: time from images on the host to the first token.
+        decode: time from the first token to the last token.
+        num_kept: [b] visual tokens of each prompt that the last layer of the language model gets.
         cache_bytes: bytes of the KV cache.
     """
 
@@ -179,19 +200,26 @@ class _Turn(NamedTuple):
     selector: float
     first_token: float
     decode: float
-    kept: Int[np.ndarray, "b"]
+    num_kept: Int[np.ndarray, "b"]
     cache_bytes: int
 
 
 def _time_answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
-    """Times tower and selection by themselves, and then a complete answer as a user gets it."""
-    model, options, sampling = bench.model, bench.options, greedy(())
+    """Times tower and selection by themselves, and then a complete answer as a user gets it.
+
+    Args:
+        bench: the model and how it is run.
+        row: the row, with a calibrated stop bias.
+        batch: inputs of all rows.
+    """
+    model, options = bench.model, bench.options
+    sampling = greedy(())  # No token ends an answer, so all answers have the same length.
     taps, start_time = row.pruner.taps(model.config), time.perf_counter()
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
-    tower, start_time = time.perf_counter() - start_time, time.perf_counter()
-    planned = plan_batch(model, row.pruner, batch.prompts, vision, options)
-    jax.block_until_ready(pipeline.select(model, planned).kept)
-    selector = time.perf_counter() - start_time
+    tower_seconds, start_time = time.perf_counter() - start_time, time.perf_counter()
+    planned_batch = plan_batch(model, row.pruner, batch.prompts, vision, options)
+    jax.block_until_ready(pipeline.select(model, planned_batch).kept)
+    selector_seconds = time.perf_counter() - start_time
     start_time = time.perf_counter()
     inputs = model, row.pruner, batch.prompts, batch.images, options, sampling
     prefill = pipeline.first_tokens(*inputs)
@@ -201,16 +229,26 @@ def _time_answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     cache_bytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
     state = pipeline.finish(model, prefill.state, sampling, options)
     jax.block_until_ready(state.token)
-    decode = time.perf_counter() - first_token_time
-    first_token = first_token_time - start_time
-    return _Turn(tower, selector, first_token, decode, prefill.kept, cache_bytes)
+    return _Turn(
+        tower=tower_seconds,
+        selector=selector_seconds,
+        first_token=first_token_time - start_time,
+        decode=time.perf_counter() - first_token_time,
+        num_kept=prefill.kept,
+        cache_bytes=cache_bytes,
+    )
 
 
 def _program_costs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str, int | None]:
-    """Returns costs that are read from compiled programs.
+    """Reads costs from the compiled programs of an answer.
+
+    Args:
+        bench: the model and how it is run.
+        row: the row, with a calibrated stop bias.
+        batch: inputs of all rows.
 
     Returns:
-        "kernels": kernels up to the first token, or None if the device is no GPU. "working_bytes":
+        "kernels": kernels up to the first token; None unless the device is a GPU. "working_bytes":
         memory of the largest program without the weights: inputs, results and temporaries.
     """
     model, options, sampling = bench.model, bench.options, greedy(())
@@ -229,15 +267,18 @@ def _program_costs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str,
         working_bytes = max(working_bytes, program_bytes)
     kernels = None
     if jax.default_backend() == "gpu":
-        # StepPrune's loop runs until the row with the most tokens has ended.
-        trips = -(-int(prefill.kept.max()) // BLOCK) if isinstance(row.pruner, StepPrune) else 1
-        texts = (program.as_text() for program in programs[: len(first_token_programs)])
-        kernels = sum(count_kernels(text, trips) for text in texts)
+        # The only loop of unknown length is StepPrune's selection, with BLOCK tokens per iteration.
+        # The loop runs until the prompt with the most kept tokens has stopped.
+        num_iterations = 1
+        if isinstance(row.pruner, StepPrune):
+            num_iterations = math.ceil(int(prefill.kept.max()) / BLOCK)
+        hlo_texts = (program.as_text() for program in programs[: len(first_token_programs)])
+        kernels = sum(count_kernels(text, num_iterations) for text in hlo_texts)
     return {"kernels": kernels, "working_bytes": working_bytes}
 
 
 def _spread(values: Iterable[float]) -> list[float]:
-    """Returns the median, the minimum and the maximum."""
+    """Returns the median, the minimum and the maximum of the values."""
     values = sorted(values)
     return [statistics.median(values), values[0], values[-1]]
 
@@ -245,20 +286,25 @@ def _spread(values: Iterable[float]) -> list[float]:
 def count_tflops(
     backbone: Backbone, row: BenchRow, batch: BenchInputs, kept: float | None = None
 ) -> dict[str, float]:
-    """Returns the operations of each stage by formula, in 1e12 operations. Padding is not counted.
+    """Counts the operations of each stage up to the first token by formula, without padding.
 
     Args:
         backbone: the model.
         row: the row.
-        batch: prompts with one image each.
-        kept: mean number of kept tokens of a learned stop; None takes the budget's number, or the
-            maximum of a stop without a budget.
+        batch: prompts with one image each; all prompts have the same length.
+        kept: mean number of kept tokens of a learned stop. None selects the number of the budget,
+            or the largest possible number for a stop without a budget.
+
+    Returns:
+        The operations of all prompts in units of 1e12, by the name of the stage.
     """
     if kept is None:
         schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)
         kept = schedule.enter or row.budget.value or schedule.most
-    text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
+    num_text = int(batch.prompts.length[0]) - 1  # The image has one id in the prompt.
+    grid, num_kept = tuple(map(int, batch.images.grid[0])), round(float(kept))
     flops = first_token_flops(
-        backbone, row.pruner.without_weights, grid, text=text, words=text, kept=round(float(kept))
+        backbone, row.pruner.without_weights, grid, text=num_text, words=num_text, kept=num_kept
     )
-    return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}
+    batch_size = len(batch.prompts.length)
+    return {stage: batch_size * count / 1e12 for stage, count in flops.items()}

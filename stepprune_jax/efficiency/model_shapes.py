@@ -14,29 +14,32 @@ from stepprune_jax.models.families import find_family
 from stepprune_jax.user_input import UserError, naming
 
 
-def _read(*names: str) -> dict[str, JsonObject]:
-    """Reads the shipped config.json of each model."""
+def _read_configs(*names: str) -> dict[str, JsonObject]:
+    """Reads the config.json files that are shipped for the named models."""
     return {name: read_json_object(ASSETS / "configs" / f"{name}.json") for name in names}
 
 
-MODELS = _read("llava-7b", "llava-13b", "mid")
-QWEN_MODELS = _read(
+MODELS = _read_configs("llava-7b", "llava-13b", "mid")
+QWEN_MODELS = _read_configs(
     "qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-4b", "qwen3-vl-2b"
 )
-TILED_MODELS = _read("llava-next-7b")
+TILED_MODELS = _read_configs("llava-next-7b")
 KNOWN = MODELS | QWEN_MODELS | TILED_MODELS
 
 
 def find_backbone(name: str) -> Backbone:
-    """Returns the model of a name in `KNOWN`, or of a folder or config.json.
+    """Returns a model without weights, from the value of --model.
+
+    Args:
+        name: a name in `KNOWN`, a config.json, or a folder with a config.json.
 
     Raises:
         UserError: there is no such model, or its configuration is not supported.
     """
     path = pathlib.Path(name)
-    path = path / "config.json" if path.is_dir() else path
-    if name not in KNOWN and not path.is_file():
+    config_file = path / "config.json" if path.is_dir() else path
+    if name not in KNOWN and not config_file.is_file():
         raise UserError(f"--model {name!r} is neither a file nor one of {', '.join(KNOWN)}")
-    raw = KNOWN[name] if name in KNOWN else read_json_object(path)
+    config_fields = KNOWN[name] if name in KNOWN else read_json_object(config_file)
     with naming(f"--model {name!r}"):
-        return find_family(raw, f"--model {name!r}").read(raw, None)
+        return find_family(config_fields, f"--model {name!r}").read(config_fields, None)

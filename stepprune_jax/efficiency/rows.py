@@ -31,11 +31,18 @@ _PRICE_GROWTH = 30.0
 def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
     """Limits the size of images, so that the largest image is a square of `tokens` visual tokens.
 
+    Args:
+        backbone: a model whose image sizes vary.
+        tokens: number of visual tokens of the largest image.
+
+    Returns:
+        The model with the limit.
+
     Raises:
         UserError: the model cannot have square images of this number of tokens.
     """
-    area = backbone.config.vision.factor**2
-    backbone = backbone.bound_images(None, area, tokens * area)
+    pixels_per_token = backbone.config.vision.factor**2
+    backbone = backbone.bound_images(None, pixels_per_token, tokens * pixels_per_token)
     is_square = backbone.config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
     expect("--tokens", tokens, is_square, "a square number from 225")
     return backbone
@@ -44,13 +51,18 @@ def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
 def default_rows(config: ModelConfig) -> list[str]:
     """Returns names of rows: all tokens, and every pruner at the paper's budgets.
 
-    Learned stops have the budgets as means. Budgets that a pruner cannot keep on this model are
-    omitted with a warning in the log.
+    A pruner with a learned stop also has rows that keep the budgets on average. Budgets that a
+    pruner does not support on this model are omitted with a warning in the log.
+
+    Args:
+        config: the model's configuration.
     """
-    budgets = [round(config.max_image_tokens / divisor) for divisor in _DIVISORS]
-    pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
-    names = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
-    names += [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
+    counts = [round(config.max_image_tokens / divisor) for divisor in _DIVISORS]
+    names = []
+    for budget_kind, prefix in (("count", ""), ("mean", "mean:")):
+        for name, pruner_type in PRUNERS.items():
+            if budget_kind in pruner_type.budgets:
+                names += [f"{name}@{prefix}{count}" for count in counts]
     valid_names = [UNPRUNED]
     for name in names:
         try:
@@ -70,22 +82,26 @@ def read_rows(
     Args:
         names: "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner.
         config: the model's configuration.
-        decoder_layers: layers of a policy's decoder.
-        dtype: dtype of policies.
+        decoder_layers: number of layers of a policy's decoder.
+        dtype: dtype of policies, "float32" or "bfloat16".
 
     Returns:
-        The distinct rows. The row of all tokens, if present, is first.
+        One row per distinct name. The row of all tokens, if present, is first.
     """
     names = sorted(dict.fromkeys(names), key=lambda name: name != UNPRUNED)
     return [_read_row(name, config, decoder_layers, dtype) for name in names]
 
 
 def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -> BenchRow:
-    """Builds the row of a name."""
-    method, _, option_texts = name.partition(" ")
+    """Builds a row from its name, such as "stepprune@64 group=4"; Args as in `read_rows`.
+
+    Raises:
+        UserError: the name is invalid, or the model does not support the pruner or the budget.
+    """
+    pruner_and_budget, _, option_texts = name.partition(" ")
     options = read_options("--rows", option_texts.split())
-    pruner_name, _, budget = method.partition("@")
-    config_type = getattr(PRUNERS.get(pruner_name), "config_type", None)
+    pruner_name, _, budget = pruner_and_budget.partition("@")
+    config_type = getattr(PRUNERS.get(pruner_name), "config_type", None)  # None: not trained.
     policy = None
     if config_type is not None:
         settings = {
@@ -95,24 +111,27 @@ def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -
             "decoder_layers": decoder_layers,
             "price_growth": _PRICE_GROWTH,
         }
-        fields = {field.name for field in dataclasses.fields(config_type)}
-        selector = selector_of(
-            config_type(**{field: value for field, value in settings.items() if field in fields})
-        )
+        # Configurations of trained pruners have different fields.
+        field_names = {field.name for field in dataclasses.fields(config_type)}
+        settings = {field: value for field, value in settings.items() if field in field_names}
+        selector = selector_of(config_type(**settings))
         # Shapes only: `random_policy` makes the arrays.
         params = jax.eval_shape(selector.init_params, jax.random.key(0))
         policy = selector.replace(params=params)
-    # `measure.with_stop_bias` replaces the bias of a mean budget once there are weights and images.
-    bias = 0.0 if policy and budget.startswith("mean") else None
+    # A placeholder: `measure.with_stop_bias` calibrates the bias once there are images.
+    stop_bias = 0.0 if policy and budget.startswith("mean") else None
     pruner = build_pruner(
-        pruner_name, budget or None, policy=policy, stop_bias=bias, options=options
+        pruner_name, budget or None, policy=policy, stop_bias=stop_bias, options=options
     )
     pruner.check(config, config.max_image_tokens)
     return BenchRow(name, pruner, Budget.parse(budget) if budget else pruner.budget)
 
 
 def random_policy(row: BenchRow) -> BenchRow:
-    """Returns a row whose policy has random parameters; a row without a policy is unchanged."""
+    """Replaces the parameter shapes of a row's policy by random arrays.
+
+    A row without a policy is returned unchanged.
+    """
     if not isinstance(row.pruner, TrainedPruner):
         return row
     params, stats = _random_params(row.pruner.config)
@@ -121,6 +140,13 @@ def random_policy(row: BenchRow) -> BenchRow:
 
 @functools.cache  # All budgets of a method share one policy.
 def _random_params(config: Any) -> tuple[Any, FeatureStats]:
-    """Returns random weights of a policy, and statistics that leave features unchanged."""
+    """Makes random parameters of a policy.
+
+    Args:
+        config: configuration of the policy.
+
+    Returns:
+        The parameters, and feature statistics whose normalization leaves features unchanged.
+    """
     params = jax.jit(selector_of(config).init_params)(jax.random.key(1))
     return params, FeatureStats.start(config.feature_width)

@@ -11,7 +11,11 @@ from stepprune_jax.evaluation.cells import markdown_rows
 
 
 def environment() -> dict[str, str | int]:
-    """Returns the conditions of a measurement: device, driver, versions, flags and commit."""
+    """Describes the machine and the software of a measurement.
+
+    Returns:
+        Device, driver, processor, versions, flags of jax and XLA, and the commit of this package.
+    """
     device = jax.devices()[0]
     driver_file = Path("/proc/driver/nvidia/version")
     jax_flags = {
@@ -44,7 +48,10 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Returns the commit, with "-dirty" if files are modified, or "unknown" outside a checkout."""
+    """Returns the commit of this package's git checkout, or "unknown" outside a checkout.
+
+    The commit ends in "-dirty" if files are modified.
+    """
     command = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -53,13 +60,20 @@ def _commit() -> str:
 
 
 def peak_memory() -> int | None:
-    """Returns the peak memory of the fullest local device in bytes, or None if it is unknown."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
+    """Returns the largest peak memory of all local devices, in bytes; None if it is unknown."""
+    device_stats = [device.memory_stats() for device in jax.local_devices()]
+    if not all(device_stats):  # CPUs have no statistics.
+        return None
+    return max(stats["peak_bytes_in_use"] for stats in device_stats)
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:
-    """Formats a Markdown table. Floats have three significant digits."""
+    """Formats a Markdown table. Floats have three significant digits.
+
+    Args:
+        header: titles of the columns.
+        rows: cells of each row. The first cell is text, and all other cells are numbers.
+    """
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]

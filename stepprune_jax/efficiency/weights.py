@@ -1,4 +1,4 @@
-"""Makes random weights of any size directly on their devices."""
+"""Makes random weights directly on their devices, without a copy in host memory."""
 
 import functools
 
@@ -12,7 +12,7 @@ from stepprune_jax.models import weights
 from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.models.stack import Params
 
-# Standard deviation of a uniform integer from -127 to 127.
+# Standard deviation of a uniform integer from -127 to 127: sqrt((255**2 - 1) / 12).
 _INT8_DEVIATION = 73.6
 
 
@@ -30,12 +30,20 @@ def random_weights(abstract_params: Params) -> Params:
 def _random_leaf(
     kind: str, leaf: jax.ShapeDtypeStruct | Int8Kernel, key: Array
 ) -> Array | Int8Kernel:
-    """Returns a random leaf; `kind` is the last part of its path, as in `_compiled_sampler`."""
+    """Returns a random parameter.
+
+    Args:
+        kind: last part of the parameter's path, as in `_compiled_sampler`.
+        leaf: shape, dtype and sharding of the parameter. An int8 kernel has these for its integers
+            and for its scales.
+        key: random key.
+    """
     if isinstance(leaf, Int8Kernel):
-        (value, scale), deviation = leaf, leaf.shape[-2] ** -0.5
-        quantization_step = deviation / _INT8_DEVIATION
-        scales = jnp.full(scale.shape, quantization_step, scale.dtype, device=scale.sharding)
-        return Int8Kernel(_random_leaf("kernel", value, key), scales)
+        integers, scale = leaf
+        # As a float kernel, the quantized kernel has the variance 1 / fan-in.
+        scale_value = leaf.shape[-2] ** -0.5 / _INT8_DEVIATION
+        scales = jnp.full(scale.shape, scale_value, scale.dtype, device=scale.sharding)
+        return Int8Kernel(_random_leaf("kernel", integers, key), scales)
     return _compiled_sampler(kind, leaf.shape, leaf.dtype, leaf.sharding)(key)
 
 
@@ -43,14 +51,14 @@ def _random_leaf(
 def _compiled_sampler(
     kind: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None
 ) -> jax.stages.Wrapped:
-    """Returns a compiled function from a key to a random leaf.
+    """Returns a compiled function that maps a random key to a random parameter.
 
     Args:
-        kind: "scale" (ones), "bias" (zeros), "kernel" (variance 1 / fan-in) or another name
-            (variance 1).
-        shape: shape of the leaf.
-        dtype: dtype of the leaf. int8 is uniform from -127 to 127.
-        sharding: sharding of the leaf.
+        kind: "scale" (ones), "bias" (zeros), "kernel" (normal with variance 1 / fan-in) or another
+            name (normal with variance 1).
+        shape: shape of the parameter. Three axes are (layers, fan-in, fan-out).
+        dtype: dtype of the parameter. int8 is uniform from -127 to 127.
+        sharding: sharding of the parameter.
     """
 
     def sample(key):

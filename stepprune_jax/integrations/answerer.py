@@ -1,4 +1,4 @@
-"""Answers the questions of other evaluation programs with the pipeline of our benchmarks."""
+"""Answers the questions of other evaluation programs, as this package answers its benchmarks."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ from stepprune_jax.user_input import UserError, expect
 
 DTYPES = ("bfloat16", "float32", "float16")
 _logger = logging.getLogger(__name__)
-_GREEDY = Sampling(repetition_penalty=1.0)
+_GREEDY = Sampling(repetition_penalty=1.0)  # Overrides the penalty of the model's folder.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class AnswererOptions:
 
 
 class AskedQuestion(NamedTuple):
-    """A question of another program.
+    """A question of another evaluation program.
 
     Attributes:
-        text: the user's message. `<image>` marks the places of several images. Without marks, the
-            images precede the text. A single image always precedes the text.
-        images: the images.
-        max_new_tokens: length limit of the answer.
+        text: the user's message. With several images, `<image>` may mark the place of each image.
+            Without marks, the images precede the text. A single image always precedes the text.
+        images: the images of the message.
+        max_new_tokens: largest number of tokens of the answer.
         until: strings that end the answer. The answer does not include them.
     """
 
@@ -98,7 +98,10 @@ class Answerer(NamedTuple):
 
 
 def load_answerer(settings: AnswererOptions) -> Answerer:
-    """Checks the settings, and then loads the model.
+    """Checks the options, and then loads the model.
+
+    Args:
+        settings: model, pruning method and how the model is run.
 
     Raises:
         FileNotFoundError: model or policy is missing.
@@ -132,96 +135,112 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
 def answer_questions(
     answerer: Answerer,
     questions: Sequence[AskedQuestion],
-    report: Callable[[int], None] = lambda num_done: None,
+    report: Callable[[int], None] = lambda num_answered: None,
 ) -> list[str]:
     """Answers questions greedily.
 
-    Questions with the same length limit share batches. A question with several images runs by
-    itself. If the number of a question's marks differs from the number of its images, the marks are
-    removed and the images precede the text; one warning counts these questions.
+    Questions with the same length limit share batches. A question with several images is answered
+    in a batch of one row. If the number of a question's `<image>` marks differs from the number of
+    its images, the marks are removed and the images precede the text. One warning counts these
+    questions.
 
     Args:
         answerer: model and method.
         questions: the questions.
-        report: called after each chunk with the number of answered questions.
+        report: called after each chunk of questions with the number of answered questions.
 
     Returns:
-        One answer per question.
+        One answer per question, in the order of `questions`.
 
     Raises:
         UserError: a length limit is below 1, or an image cannot be read.
     """
-    limits = sorted({question.max_new_tokens for question in questions})
-    for max_new_tokens in limits:
+    length_limits = sorted({question.max_new_tokens for question in questions})
+    for max_new_tokens in length_limits:
         expect("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer from 1")
-    questions = _with_usable_marks(questions)
-    max_chunk = chunk_size(answerer.generator.model, answerer.batch_size)
-    answers, num_done = [""] * len(questions), 0
+    questions = _remove_unusable_marks(questions)
+    max_chunk_length = chunk_size(answerer.generator.model, answerer.batch_size)
+    answers, num_answered = [""] * len(questions), 0
 
-    def store(chunk: Sequence[int], texts: Sequence[str]) -> None:
-        """Stores the answers to the questions `chunk`, and reports the progress."""
-        nonlocal num_done
-        for index, text in zip(chunk, texts, strict=True):
+    def store_answers(indices: Sequence[int], texts: Sequence[str]) -> None:
+        """Stores the answers to the questions with these indices, and reports the progress."""
+        nonlocal num_answered
+        for index, text in zip(indices, texts, strict=True):
             answers[index] = cut_at(text, questions[index].until)
-        num_done += len(chunk)
-        report(num_done)
+        num_answered += len(indices)
+        report(num_answered)
 
-    for max_new_tokens in limits:
-        batched = []
+    for max_new_tokens in length_limits:
+        batched_indices = []
         for index, question in enumerate(questions):
             if question.max_new_tokens != max_new_tokens:
                 continue
             if len(question.images) > 1:
-                store([index], [_answer_one(answerer, question, max_new_tokens)])
+                store_answers([index], [_answer_one(answerer, question, max_new_tokens)])
             else:
-                batched.append(index)
-        for start in range(0, len(batched), max_chunk):
-            chunk = batched[start : start + max_chunk]
-            chunk_questions = [_convert_question(index, questions[index]) for index in chunk]
-            store(chunk, _answer_chunk(answerer, chunk_questions, max_new_tokens))
+                batched_indices.append(index)
+        for start in range(0, len(batched_indices), max_chunk_length):
+            indices = batched_indices[start : start + max_chunk_length]
+            chunk = [_convert_question(index, questions[index]) for index in indices]
+            store_answers(indices, _answer_chunk(answerer, chunk, max_new_tokens))
     return answers
 
 
-def _with_usable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion]:
-    """Returns the questions with marks only where several images have one mark each."""
-    usable, mismatched = [], []
+def _remove_unusable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion]:
+    """Removes the `<image>` marks of questions, except where several images have one mark each.
+
+    One warning counts the questions whose numbers of marks and images differ.
+
+    Args:
+        questions: the questions.
+
+    Returns:
+        The questions in the same order.
+    """
+    usable_questions, mismatched_questions = [], []
     for question in questions:
-        mark_count, image_count = question.text.count(IMAGE_MARK), len(question.images)
-        if mark_count not in (0, image_count):
-            mismatched.append(question)
-        if mark_count and not mark_count == image_count > 1:
+        num_marks, num_images = question.text.count(IMAGE_MARK), len(question.images)
+        if num_marks not in (0, num_images):
+            mismatched_questions.append(question)
+        is_usable = num_marks == 0 or num_marks == num_images > 1
+        if not is_usable:
             question = question._replace(text=question.text.replace(IMAGE_MARK, "").strip())
-        usable.append(question)
-    if mismatched:
-        text, images, *_ = mismatched[0]
+        usable_questions.append(question)
+    if mismatched_questions:
+        example = mismatched_questions[0]
         _logger.warning(
             "%d of %d questions: %d %s mark(s) for %d image(s) in %.80r, for example; their marks "
             "are dropped, and their images stand in front",
-            len(mismatched),
+            len(mismatched_questions),
             len(questions),
-            text.count(IMAGE_MARK),
+            example.text.count(IMAGE_MARK),
             IMAGE_MARK,
-            len(images),
-            text,
+            len(example.images),
+            example.text,
         )
-    return usable
+    return usable_questions
 
 
-def _convert_question(number: int, question: AskedQuestion) -> BenchmarkQuestion:
-    """Converts a question to a benchmark question, with the image as the bytes of a PNG file.
+def _convert_question(index: int, question: AskedQuestion) -> BenchmarkQuestion:
+    """Converts a question with at most one image to a benchmark question.
 
-    Equal images have equal bytes, so they pass the tower once.
+    The image becomes the bytes of a PNG file. Equal images have equal bytes, so the vision tower
+    runs once for an image that several questions share.
+
+    Args:
+        index: index of the question, its id.
+        question: the question.
     """
-    image = None
+    image_bytes = None
     if question.images:
         file = io.BytesIO()
         open_image(question.images[0]).save(file, "PNG", compress_level=1)
-        image = file.getvalue()
-    return BenchmarkQuestion(number, question.text, question.text, image)
+        image_bytes = file.getvalue()
+    return BenchmarkQuestion(index, question.text, question.text, image_bytes)
 
 
 def _answer_one(answerer: Answerer, question: AskedQuestion, max_new_tokens: int) -> str:
-    """Answers a question about several images in a batch of one row."""
+    """Answers a question about several images in a batch of one row; returns the text."""
     generator = _with_max_tokens(answerer.generator, max_new_tokens)
     request = generator.read([question.text], [question.images], as_shown=False)
     return generator.answer(request)[0].text
@@ -230,16 +249,26 @@ def _answer_one(answerer: Answerer, question: AskedQuestion, max_new_tokens: int
 def _answer_chunk(
     answerer: Answerer, questions: Sequence[BenchmarkQuestion], max_new_tokens: int
 ) -> list[str]:
-    """Answers questions with at most one image. A shared image passes the tower once."""
+    """Answers questions with at most one image each, in batches.
+
+    Args:
+        answerer: model and method.
+        questions: results of `_convert_question`.
+        max_new_tokens: largest number of tokens of each answer.
+
+    Returns:
+        One text per question.
+    """
     generator = _with_max_tokens(answerer.generator, max_new_tokens)
     images = [question.image for question in questions if question.image is not None]
+    has_shared_images = len(set(images)) < len(images)
     encoded = encode_questions(
         generator.model,
         questions,
         batch_size=answerer.batch_size,
         taps=generator.pruner.taps(generator.model.config),
         execution=generator.options.execution,
-        tower=len(set(images)) < len(images),
+        tower=has_shared_images,  # The tower runs separately, once per distinct image.
         numbers=[question.question_id for question in questions],
     )
     (answers,) = generator.answer_set(encoded, Batching(answerer.batch_size, widths=WIDTHS))
@@ -247,12 +276,15 @@ def _answer_chunk(
 
 
 def _with_max_tokens(generator: Generator, max_new_tokens: int) -> Generator:
-    """Returns the generator with another length limit of answers."""
+    """Returns a copy of a generator with another length limit of answers."""
     options = dataclasses.replace(generator.options, max_tokens=max_new_tokens)
     return dataclasses.replace(generator, options=options)
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:
-    """Returns a text up to the first occurrence of a string in `until`. Ignores empty strings."""
-    ends = [text.find(stop_text) for stop_text in until if stop_text and stop_text in text]
-    return text[: min(ends)] if ends else text
+    """Truncates a text before the first occurrence of any string in `until`.
+
+    Empty strings in `until` are ignored.
+    """
+    positions = [text.find(stop_text) for stop_text in until if stop_text and stop_text in text]
+    return text[: min(positions)] if positions else text

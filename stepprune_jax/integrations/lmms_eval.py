@@ -76,18 +76,19 @@ class StepPruneModel(lmms):
                 f"WORLD_SIZE is {num_processes}, expected 1: one process uses all devices; start "
                 "lmms-eval without accelerate launch or torchrun, or set WORLD_SIZE=1"
             )
-        # The command line passes the number as a text.
-        size = int(batch_size) if str(batch_size).isdecimal() else batch_size
+        # The command line passes the number as a text. `load_answerer` refuses other texts.
+        batch_size = int(batch_size) if str(batch_size).isdecimal() else batch_size
         self._answerer = load_answerer(
-            AnswererOptions(pretrained=pretrained, batch_size=size, **options)
+            AnswererOptions(pretrained=pretrained, batch_size=batch_size, **options)
         )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.
 
         Args:
-            requests: `Instance`s whose arguments are context, generation settings, `doc_to_visual`,
-                document number, task and split.
+            requests: lmms-eval's `Instance`s. Their arguments are the user's message, the
+                generation settings, a function that maps a document to its images, the index of the
+                document, the name of the task, and the split.
 
         Returns:
             One answer per request, in the order of `requests`.
@@ -96,17 +97,27 @@ class StepPruneModel(lmms):
             UserError: a request has a video, or needs sampling or several beams.
         """
         questions = [self._read_question(request) for request in requests]
-        with tqdm(total=len(questions), desc=NAME, unit="answer", mininterval=1) as bar:
-            texts = answer_questions(
-                self._answerer, questions, lambda num_done: bar.update(num_done - bar.n)
+        with tqdm(total=len(questions), desc=NAME, unit="answer", mininterval=1) as progress_bar:
+            answers = answer_questions(
+                self._answerer,
+                questions,
+                lambda num_answered: progress_bar.update(num_answered - progress_bar.n),
             )
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args[:2], text)
-        return texts
+        for request, answer in zip(requests, answers, strict=True):
+            # lmms-eval's cache of answers has message and settings as its key.
+            self.cache_hook.add_partial("generate_until", request.args[:2], answer)
+        return answers
 
     def _read_question(self, request: Any) -> AskedQuestion:
-        """Converts a request to a question."""
-        context, settings, doc_to_visual, document_id, task, split = request.args
+        """Converts a request of lmms-eval to a question.
+
+        Args:
+            request: an `Instance`; see `generate_until`.
+
+        Raises:
+            UserError: the request has a video, or needs sampling or several beams.
+        """
+        message, settings, doc_to_visual, document_id, task, split = request.args
         location = f"{task}, {split}, document {document_id}"
         visuals = doc_to_visual(self.task_dict[task][split][document_id]) or []
         visuals = [visual for visual in visuals if visual is not None]
@@ -117,10 +128,10 @@ class StepPruneModel(lmms):
             )
         _check_greedy(settings, location)
         until = settings.get("until") or ()
-        until = (until,) if isinstance(until, str) else tuple(until)
+        stop_texts = (until,) if isinstance(until, str) else tuple(until)
         max_new_tokens = settings.get("max_new_tokens")
         max_new_tokens = MAX_NEW_TOKENS if max_new_tokens is None else int(max_new_tokens)
-        return AskedQuestion(context, tuple(visuals), max_new_tokens, until)
+        return AskedQuestion(message, tuple(visuals), max_new_tokens, stop_texts)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raises a NotImplementedError: all benchmarks of the paper generate their answers."""
@@ -136,15 +147,25 @@ class StepPruneModel(lmms):
 
 
 def _check_greedy(settings: Mapping[str, object], location: str) -> None:
-    """Raises a UserError unless the settings are greedy, and warns about unknown settings."""
+    """Checks that generation settings request greedy decoding, and warns about unknown settings.
+
+    Args:
+        settings: generation settings of a task.
+        location: task, split and document, for the error message.
+
+    Raises:
+        UserError: the settings request sampling or several beams.
+    """
+    # As in transformers, sampling without a temperature has temperature 1.
     temperature = settings.get("temperature", 1 if settings.get("do_sample") else 0)
     if temperature or (settings.get("num_beams") or 1) != 1:
         names = ("do_sample", "num_beams", "temperature")
         values = ", ".join(f"{name} {settings[name]!r}" for name in names if name in settings)
         raise UserError(f"{location}: answers are greedy (temperature 0, one beam), got {values}")
-    ignored = sorted(settings.keys() - _USED_SETTINGS - _IRRELEVANT_SETTINGS)
-    if ignored:
-        warnings.warn(f"generation settings without effect: {', '.join(ignored)}", stacklevel=2)
+    unknown_settings = sorted(settings.keys() - _USED_SETTINGS - _IRRELEVANT_SETTINGS)
+    if unknown_settings:
+        message = f"generation settings without effect: {', '.join(unknown_settings)}"
+        warnings.warn(message, stacklevel=2)
 
 
 def manifest() -> ModelManifest:

@@ -33,9 +33,10 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 # Threads that decode images and tokenize texts. The worker's thread computes in parallel.
 _PARSER_THREADS = 2
-# Longest time for a body to arrive: slow clients must not hold the places of other requests.
+# Longest time for an HTTP body to arrive. The number of requests in flight is limited, so slow
+# clients must not block other clients.
 _BODY_SECONDS = 60
-# Status of a request whose client went away. Only metrics show it.
+# Status of a request whose client disconnected. Only metrics show this status.
 _CLIENT_GONE = 499
 _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 # Response headers by status. The server closes the connection of a body that it does not read.
@@ -48,7 +49,7 @@ _ERROR_HEADERS = {
 
 
 class ChatApp:
-    """The application. The instance is itself the ASGI route of chats, and counts them."""
+    """The application. The instance is itself the ASGI endpoint of chat completions."""
 
     def __init__(
         self,
@@ -61,14 +62,15 @@ class ChatApp:
 
         Args:
             parser: parses requests.
-            backend: answers requests. The application closes it at the end.
-            metrics: the metrics that the server publishes.
+            backend: answers requests. The application closes the backend when the server ends.
+            metrics: the metrics that the server publishes at /metrics.
             max_in_flight: largest number of requests that are read or answered at a time. Further
                 requests are refused with status 429.
         """
         self._parser, self._backend, self._metrics = parser, backend, metrics
-        self._max_in_flight, self._in_flight, self._created = max_in_flight, 0, int(time.time())
-        metrics.in_flight.set_function(lambda: self._in_flight)
+        self._max_in_flight, self._num_in_flight = max_in_flight, 0
+        self._creation_time = int(time.time())
+        metrics.in_flight.set_function(lambda: self._num_in_flight)
         metrics.queue.set_function(lambda: backend.batcher.queue_length)
         self._threads = concurrent.futures.ThreadPoolExecutor(_PARSER_THREADS, "stepprune-parser")
 
@@ -76,7 +78,8 @@ class ChatApp:
         """Returns the ASGI application.
 
         Args:
-            origins: origins of web pages that may send requests; "*" allows all origins.
+            origins: origins of web pages that may send requests, such as "http://localhost:3000";
+                "*" allows all origins.
         """
         routes = [
             Route("/v1/chat/completions", self, methods=["POST"]),
@@ -114,8 +117,12 @@ class ChatApp:
 
     def _describe_model(self) -> dict[str, Any]:
         """Describes the model in OpenAI's format."""
-        fields = {"id": self._parser.name, "object": "model", "created": self._created}
-        return {**fields, "owned_by": "stepprune_jax"}
+        return {
+            "id": self._parser.name,
+            "object": "model",
+            "created": self._creation_time,
+            "owned_by": "stepprune_jax",
+        }
 
     async def _check_health(self, request: Request) -> Response:
         try:
@@ -129,35 +136,49 @@ class ChatApp:
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a chat request, or sends its error, and counts the request."""
+        """Handles a chat request: sends its answer or an error, and records its metrics."""
         start_time, status = time.perf_counter(), _CLIENT_GONE
-        self._in_flight += 1
+        self._num_in_flight += 1
         try:
             status = await self._answer(scope, receive, send, start_time)
         except RequestError as error:
             status = error.status
             await _error_response(error)(scope, receive, send)
         except ClientDisconnect:
-            pass
+            pass  # `status` is _CLIENT_GONE.
         except Exception:
             status = 500
             await _error_response(_log_failure())(scope, receive, send)
         finally:
-            self._in_flight -= 1
+            self._num_in_flight -= 1
             self._metrics.requests.labels(status).inc()
             self._metrics.request_seconds.observe(time.perf_counter() - start_time)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, start_time: float) -> int:
-        """Answers a chat request and returns its final status."""
-        if self._in_flight > self._max_in_flight:
+        """Answers a chat request.
+
+        Args:
+            scope: ASGI scope of the request.
+            receive: receives ASGI messages from the client.
+            send: sends ASGI messages to the client.
+            start_time: start of the request by `time.perf_counter`.
+
+        Returns:
+            The HTTP status of the request, for metrics.
+
+        Raises:
+            RequestError: the request is invalid or refused, or has failed before its first token.
+            ClientDisconnect: the client disconnected.
+        """
+        if self._num_in_flight > self._max_in_flight:
             message = f"the server is busy with {self._max_in_flight} requests: try again later"
             raise RequestError(429, message)
         body = await _read_body(Request(scope, receive), self._parser.limits.bytes)
         loop = asyncio.get_running_loop()
         chat = await loop.run_in_executor(self._threads, self._parser.parse, body)
-        del body
+        del body  # Frees the memory of the encoded images while the answer is generated.
         async with contextlib.aclosing(self._backend.answer(chat)) as events:
-            # An error before the first token still has its own HTTP status.
+            # The response starts after the first token, so an earlier error has an HTTP status.
             start = await _cancel_on_disconnect(receive, anext(events))
             first_tokens = await _cancel_on_disconnect(receive, anext(events))
             self._metrics.visual_tokens.inc(start.visual_tokens)
@@ -165,9 +186,9 @@ class ChatApp:
             self._metrics.first_token_seconds.observe(time.perf_counter() - start_time)
             reply = _Reply(chat, self._parser, start)
             if not chat.is_streamed:
-                content = reply.complete(first_tokens, events)
-                content = await _cancel_on_disconnect(receive, content)
-                await JSONResponse(content)(scope, receive, send)
+                completion = reply.complete(first_tokens, events)
+                fields = await _cancel_on_disconnect(receive, completion)
+                await JSONResponse(fields)(scope, receive, send)
                 return 200
             chunks = reply.stream(first_tokens, events)
             await StreamingResponse(chunks, media_type="text/event-stream")(scope, receive, send)
@@ -175,92 +196,143 @@ class ChatApp:
 
 
 class _Reply:
-    """Formats an answer as OpenAI does, while its tokens arrive.
+    """Formats one answer as OpenAI does, while its tokens arrive.
 
     Attributes:
-        status: final HTTP status of a streamed answer.
+        status: HTTP status of a streamed answer, for metrics: `_CLIENT_GONE` until the stream ends.
     """
 
     def __init__(self, chat: ChatRequest, parser: RequestParser, start: AnswerStart):
+        """Creates a reply without tokens.
+
+        Args:
+            chat: the request.
+            parser: the parser of the request, which has the model's name and its tokenizer.
+            start: the first event of the answer, which has the token counts of the prompt.
+        """
         self._chat, self._start = chat, start
-        self._tokenizer, self._ids = parser.model.tokenizer, []
-        reply_id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        self._fields = {"id": reply_id, "created": created, "model": parser.name}
-        self.status = _CLIENT_GONE  # Replaced when the stream ends.
+        self._tokenizer, self._answer_ids = parser.model.tokenizer, []
+        reply_id, creation_time = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self._fields = {"id": reply_id, "created": creation_time, "model": parser.name}
+        self.status = _CLIENT_GONE
 
     async def complete(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> dict[str, Any]:
-        """Returns the response to a request without a stream, once the answer is complete."""
-        pieces = [piece async for piece in self._decode(first_tokens, events)]
-        message = {"role": "assistant", "content": "".join(text for text, _ in pieces)}
-        choice = self._choice({"message": message}, pieces[-1][1].finish, self._ids)
-        fields = {**self._fields, "object": "chat.completion", "choices": [choice]}
-        return {**fields, "usage": self._usage()}
+        """Waits for the end of an answer and returns the response to a request without a stream.
+
+        Args:
+            first_tokens: the first tokens of the answer, which were taken from `events`.
+            events: further tokens of the answer.
+
+        Returns:
+            The fields of the JSON response.
+        """
+        texts, finish_reason = [], None
+        async for text, tokens in self._decode(first_tokens, events):
+            texts.append(text)
+            finish_reason = tokens.finish
+        message = {"role": "assistant", "content": "".join(texts)}
+        choice = self._format_choice({"message": message}, finish_reason, self._answer_ids)
+        return {
+            **self._fields,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": self._count_usage(),
+        }
 
     async def stream(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> AsyncIterator[bytes]:
-        """Yields the server-sent events of an answer. An error becomes the last event."""
-        fields, role = {**self._fields, "object": "chat.completion.chunk"}, {"role": "assistant"}
+        """Yields the server-sent events of an answer. An error becomes the last event.
+
+        Args:
+            first_tokens: the first tokens of the answer, which were taken from `events`.
+            events: further tokens of the answer.
+        """
+        chunk_fields = {**self._fields, "object": "chat.completion.chunk"}
+        role_field = {"role": "assistant"}  # Only the first chunk has the role.
         try:
             async for text, tokens in self._decode(first_tokens, events):
-                delta = {**role, "content": text}
-                choice = self._choice({"delta": delta}, tokens.finish, tokens.ids)
-                yield _format_event({**fields, "choices": [choice]})
-                role = {}
+                delta = {**role_field, "content": text}
+                choice = self._format_choice({"delta": delta}, tokens.finish, tokens.ids)
+                yield _format_event({**chunk_fields, "choices": [choice]})
+                role_field = {}
         except Exception as error:
-            error = error if isinstance(error, RequestError) else _log_failure()
-            self.status = error.status
-            yield _format_event(_error_fields(error))
+            request_error = error if isinstance(error, RequestError) else _log_failure()
+            self.status = request_error.status
+            yield _format_event(_error_fields(request_error))
             return
         if self._chat.has_usage:
-            yield _format_event({**fields, "choices": [], "usage": self._usage()})
+            yield _format_event({**chunk_fields, "choices": [], "usage": self._count_usage()})
         yield b"data: [DONE]\n\n"
         self.status = 200
 
     async def _decode(
         self, tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> AsyncIterator[tuple[str, AnswerTokens]]:
-        """Yields new tokens with the text that they complete, until the answer ends."""
-        stream = TextStream(self._tokenizer, self._chat.stop_texts)
+        """Decodes the tokens of an answer to text, until the answer ends.
+
+        Args:
+            tokens: the first tokens of the answer, which were taken from `events`.
+            events: further tokens of the answer.
+
+        Yields:
+            New tokens, and the text that is complete with these tokens. If the answer reaches one
+            of the request's stop texts, the last tokens have the finish reason "stop".
+        """
+        text_stream = TextStream(self._tokenizer, self._chat.stop_texts)
         # A response without stream or stop texts needs no partial text. Decoding all tokens once
         # at the end is much faster.
         is_incremental = self._chat.is_streamed or self._chat.stop_texts
         while True:
-            self._ids += tokens.ids
-            text = "".join(map(stream.add, tokens.ids)) if is_incremental else ""
-            if stream.stopped:
+            self._answer_ids += tokens.ids
+            text = "".join(map(text_stream.add, tokens.ids)) if is_incremental else ""
+            if text_stream.stopped:
                 tokens = tokens._replace(finish="stop")
+            elif tokens.finish is not None and is_incremental:
+                text += text_stream.finish()
             elif tokens.finish is not None:
-                is_complete = not is_incremental
-                text += answer_text(self._tokenizer, self._ids) if is_complete else stream.finish()
+                text = answer_text(self._tokenizer, self._answer_ids)
             yield text, tokens
             if tokens.finish is not None:
                 return
             tokens = await anext(events)
 
-    def _choice(
-        self, content: dict[str, Any], finish: str | None, ids: Sequence[int]
+    def _format_choice(
+        self, content: dict[str, Any], finish_reason: str | None, ids: Sequence[int]
     ) -> dict[str, Any]:
-        """Returns the only choice of a response or of a chunk."""
-        token_ids = {"token_ids": list(ids)} if self._chat.has_token_ids else {}
-        return {"index": 0, **content, "finish_reason": finish, **token_ids}
+        """Returns an element of "choices", the only one of a response or of a streamed chunk.
 
-    def _usage(self) -> dict[str, int]:
-        """Returns the token counts of the request."""
-        (prompt_tokens, visual_tokens, kept), answer_tokens = self._start, len(self._ids)
+        Args:
+            content: the field "message" of a response, or the field "delta" of a chunk.
+            finish_reason: why the answer ends with these tokens; None if it does not end.
+            ids: token ids of the content, included if the request asks for token ids.
+        """
+        token_ids = {"token_ids": list(ids)} if self._chat.has_token_ids else {}
+        return {"index": 0, **content, "finish_reason": finish_reason, **token_ids}
+
+    def _count_usage(self) -> dict[str, int]:
+        """Returns the field "usage" of a response: token counts of prompt, images and answer."""
+        num_answer_tokens = len(self._answer_ids)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": answer_tokens,
-            "total_tokens": prompt_tokens + answer_tokens,
-            "visual_tokens": visual_tokens,
-            "visual_tokens_kept": kept,
+            "prompt_tokens": self._start.prompt_tokens,
+            "completion_tokens": num_answer_tokens,
+            "total_tokens": self._start.prompt_tokens + num_answer_tokens,
+            "visual_tokens": self._start.visual_tokens,
+            "visual_tokens_kept": self._start.kept,
         }
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Reads an uncompressed body.
+    """Reads the body of a request.
+
+    Args:
+        request: the HTTP request.
+        max_bytes: largest size of the body.
+
+    Returns:
+        The bytes of the body.
 
     Raises:
         RequestError: the body is compressed, larger than `max_bytes`, or arrives too slowly.
@@ -270,22 +342,29 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     if encoding not in ("", "identity"):
         message = f"content-encoding is {quote(encoding)}, expected an uncompressed body"
         raise RequestError(415, message)
-    too_large = RequestError(413, f"the body has more than {max_bytes} bytes")
+    size_error = RequestError(413, f"the body has more than {max_bytes} bytes")
     if int(headers.get("content-length", 0)) > max_bytes:  # uvicorn has checked the format.
-        raise too_large
+        raise size_error
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
+                if len(body) > max_bytes:  # The header may be absent.
+                    raise size_error
     except TimeoutError as error:
         raise RequestError(408, f"the body took more than {_BODY_SECONDS} seconds") from error
     return bytes(body)
 
 
 async def _cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Awaits work and returns its result; cancels the work if the client disconnects.
+    """Awaits work, and cancels the work if the client disconnects first.
+
+    Args:
+        receive: receives ASGI messages from the client, whose body has been read.
+        work: the awaitable.
+
+    Returns:
+        The result of the work.
 
     Raises:
         ClientDisconnect: the client disconnected.
@@ -295,16 +374,18 @@ async def _cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect())
+    tasks = work_task, disconnect_task
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        if not work_task.done():
             raise ClientDisconnect
-        return tasks[0].result()
+        return work_task.result()
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # Waits until both are cancelled.
 
 
 def _format_event(fields: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""One worker thread that runs requests in batches, and the server's metrics."""
+"""A worker thread that runs requests in batches, and the server's metrics."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from stepprune_jax.policy.buckets import power_of_two
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-# Otherwise each metric has a second metric: the time at which the first one was created.
+# Otherwise each metric has a companion metric with its creation time, which nobody needs.
 disable_created_metrics()
 
 
@@ -28,26 +28,26 @@ class Metrics:
     def __init__(self):
         self.registry = CollectorRegistry()
         options = {"namespace": "stepprune", "registry": self.registry}
-        text = "answers by HTTP status; 499: the client went away"
-        self.requests = Counter("requests_total", text, ["status"], **options)
+        help_text = "answers by HTTP status; 499: the client went away"
+        self.requests = Counter("requests_total", help_text, ["status"], **options)
         self.in_flight = Gauge("in_flight", "requests that are being read or answered", **options)
         self.queue = Gauge("queue", "requests that wait for the worker", **options)
         self.batch_rows = Summary("batch_rows", "requests in a batch of the worker", **options)
         self.batch_seconds = Summary("batch_seconds", "seconds of a batch", **options)
         self.visual_tokens = Counter("visual_tokens_total", "visual tokens of images", **options)
-        text = "visual tokens that remained after pruning"
-        self.visual_tokens_kept = Counter("visual_tokens_kept_total", text, **options)
-        text = "seconds from a request to the first token of its answer"
-        self.first_token_seconds = Summary("first_token_seconds", text, **options)
-        text = "seconds from a request to the end of its answer"
-        self.request_seconds = Summary("request_seconds", text, **options)
+        help_text = "visual tokens that remained after pruning"
+        self.visual_tokens_kept = Counter("visual_tokens_kept_total", help_text, **options)
+        help_text = "seconds from a request to the first token of its answer"
+        self.first_token_seconds = Summary("first_token_seconds", help_text, **options)
+        help_text = "seconds from a request to the end of its answer"
+        self.request_seconds = Summary("request_seconds", help_text, **options)
 
 
 class AnswerStart(NamedTuple):
-    """The first event of an answer.
+    """The first event of an answer: token counts of the request. Made by the backends.
 
     Attributes:
-        prompt_tokens: length of the row that enters the language model.
+        prompt_tokens: number of tokens that enter the language model: text and kept visual tokens.
         visual_tokens: number of visual tokens of the images, before pruning.
         kept: number of visual tokens that remain after pruning.
     """
@@ -58,12 +58,12 @@ class AnswerStart(NamedTuple):
 
 
 class AnswerTokens(NamedTuple):
-    """New tokens of an answer.
+    """An event with new tokens of an answer. Made by the backends.
 
     Attributes:
-        ids: token ids.
-        finish: None, unless the answer ends with these tokens. Then "stop" after an end-of-sequence
-            token and "length" at the length limit.
+        ids: the new token ids.
+        finish: why the answer ends with these tokens: "stop" for an end-of-sequence token or a stop
+            text, "length" for the length limit. None if the answer continues.
     """
 
     ids: tuple[int, ...]
@@ -71,8 +71,12 @@ class AnswerTokens(NamedTuple):
 
 
 def pad_requests(requests: Sequence[T]) -> list[T]:
-    """Repeats the first request up to a power of two, which bounds the number of programs."""
-    return [*requests, *[requests[0]] * (power_of_two(len(requests)) - len(requests))]
+    """Pads a batch to a power of two with copies of the first request.
+
+    Each batch size is a program, so padding bounds the number of programs.
+    """
+    num_copies = power_of_two(len(requests)) - len(requests)
+    return [*requests, *[requests[0]] * num_copies]
 
 
 class Job:
@@ -81,9 +85,9 @@ class Job:
     Attributes:
         chat: the request.
         key: jobs with equal keys may share a batch; None for a job that runs by itself.
-        is_abandoned: whether the client went away.
-        queue_time: when the job joined the queue, by `time.monotonic`.
-        events: reported events, until `Batcher.events` reads them.
+        is_abandoned: whether the client no longer waits for the answer.
+        queue_time: time at which the job joined the queue, by `time.monotonic`.
+        events: events that the worker has reported and `Batcher.events` has not yet read.
     """
 
     def __init__(self, chat: Any, key: Hashable):
@@ -94,16 +98,20 @@ class Job:
         self._loop = asyncio.get_running_loop()
 
     def put(self, event: Any) -> None:
-        """Reports an event, an error, or the end of the answer (None); called by the worker."""
-        with contextlib.suppress(RuntimeError):  # The server has ended, and its loop with it.
+        """Reports an event to the event loop. Called in the worker's thread.
+
+        Args:
+            event: an event of the answer, an exception, or None at the end of the answer.
+        """
+        with contextlib.suppress(RuntimeError):  # The server has ended and closed the event loop.
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Batcher:
-    """Runs jobs in one thread, the only thread that uses the devices.
+    """Runs jobs in batches, in one thread. No other thread of the server uses the devices.
 
-    A batch waits a moment for further jobs with its key, or until the running batch ends. The queue
-    has no limit: `ChatApp` limits the number of requests.
+    An idle worker waits up to `max_wait` seconds for a batch to fill. While a batch runs, new jobs
+    queue up. The queue has no limit, because `ChatApp` limits the number of requests.
     """
 
     def __init__(
@@ -118,11 +126,11 @@ class Batcher:
         """Starts the thread.
 
         Args:
-            run: runs jobs with equal keys and reports their events.
-            key: returns the key of a request.
+            run: runs a batch of jobs with equal keys and reports their events with `Job.put`.
+            key: returns the key of a request. Requests with equal keys may share a batch.
             max_batch: largest number of jobs in a batch.
-            max_wait: seconds that an idle worker waits for a batch to fill.
-            metrics: counts the batches.
+            max_wait: longest time in seconds that an idle worker waits for a batch to fill.
+            metrics: records size and time of each batch.
         """
         self._run, self._key = run, key
         self._max_batch, self._max_wait, self._metrics = max_batch, max_wait, metrics
@@ -145,7 +153,14 @@ class Batcher:
         self._thread.join()
 
     async def events(self, chat: Any) -> AsyncIterator[Any]:
-        """Yields the events of a request. Closing the iterator cancels the request."""
+        """Queues a request and yields its events. Closing the iterator cancels the request.
+
+        Args:
+            chat: the request; `key` and `run` of the batcher define its type.
+
+        Raises:
+            Exception: the worker reported an exception for this request.
+        """
         job = Job(chat, self._key(chat))
         with self._queue_changed:
             self._queue.append(job)
@@ -159,24 +174,31 @@ class Batcher:
             job.is_abandoned = True
 
     def _next_batch(self) -> list[Job]:
-        """Waits for the next batch; returns an empty list once the batcher is closed."""
+        """Waits until a batch is full or its oldest job has waited `max_wait` seconds.
+
+        Returns:
+            The oldest job and jobs with the same key, removed from the queue. An empty list once
+            the batcher is closed.
+        """
         with self._queue_changed:
             while self._is_open:
                 self._queue = [job for job in self._queue if not job.is_abandoned]
-                seconds = None
+                seconds_left = None  # An empty queue waits without a time limit.
                 if self._queue:
-                    first = self._queue[0]
-                    batch = [job for job in self._queue if job.key == first.key][: self._max_batch]
-                    batch = [first] if first.key is None else batch
-                    seconds = first.queue_time + self._max_wait - time.monotonic()
-                    if first.key is None or len(batch) == self._max_batch or seconds <= 0:
+                    oldest_job = self._queue[0]
+                    key, batch = oldest_job.key, [oldest_job]
+                    if key is not None:
+                        batch = [job for job in self._queue if job.key == key][: self._max_batch]
+                    is_full = key is None or len(batch) == self._max_batch
+                    seconds_left = oldest_job.queue_time + self._max_wait - time.monotonic()
+                    if is_full or seconds_left <= 0:
                         self._queue = [job for job in self._queue if job not in batch]
                         return batch
-                self._queue_changed.wait(seconds)
+                self._queue_changed.wait(seconds_left)
         return []
 
     def _work(self) -> None:
-        """Runs batches until the batcher is closed."""
+        """Runs batches until the batcher is closed. The main function of the worker's thread."""
         while batch := self._next_batch():
             start_time, final_event = time.perf_counter(), None
             try:
@@ -184,7 +206,7 @@ class Batcher:
             except Exception as error:
                 _logger.exception("the worker failed")
                 final_event = error
-            # Counted before the final events: a client with an answer sees its batch counted.
+            # Metrics come before the final events, so they include every answer that has ended.
             self._metrics.batch_rows.observe(len(batch))
             self._metrics.batch_seconds.observe(time.perf_counter() - start_time)
             for job in batch:

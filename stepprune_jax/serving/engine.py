@@ -1,8 +1,9 @@
 """Answers with the language model of another server, an engine such as vLLM.
 
-The engine is not modified. It receives each row as `prompt_embeds` at its `/v1/completions`: text
-embeddings, and the projected kept tokens in place of each image. An engine therefore needs no
-knowledge of pruning, and its batches mix rows of any length and any number of kept tokens.
+This process runs the vision tower and prunes. The unmodified engine receives each prompt as
+`prompt_embeds` at its `/v1/completions`: text embeddings, with the projected kept tokens in place
+of each image. The engine therefore needs no knowledge of pruning, and its batches mix prompts of
+any length and any number of kept tokens.
 """
 
 import asyncio
@@ -42,11 +43,12 @@ _MAX_ERROR_LENGTH = 500  # Characters of an engine's error that a client sees.
 
 
 class PromptRow(NamedTuple):
-    """A row that is ready for the language model. Made by `embed_prompts`.
+    """A prompt as the language model's input. Made by `embed_prompts`.
 
     Attributes:
-        embeddings: [s, e] token embeddings, without padding.
-        start: token counts of the row.
+        embeddings: [s, e] embeddings of text tokens and kept visual tokens, without padding. `s` is
+            the number of tokens, `e` the width of the language model.
+        start: token counts of the prompt.
     """
 
     embeddings: Float[np.ndarray, "s e"]
@@ -54,39 +56,51 @@ class PromptRow(NamedTuple):
 
 
 def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
-    """Returns the row of each request after vision tower, pruning and projector.
+    """Runs vision tower, pruner and projector, and returns the prompt row of each request.
 
-    Rows do not depend on each other. Shapes are padded to buckets. Tower and selection are separate
-    programs, so a new text length compiles neither of them.
+    The rows of a batch do not depend on each other. Shapes are padded to few sizes. Tower and
+    selection are separate programs, so a new text length compiles neither of them.
 
     Args:
-        model: the model.
+        model: the model with its tower, its projector and its token embeddings.
         chats: requests with the same pruner and the same number of images.
+
+    Returns:
+        One row per request, in the order of `chats`.
     """
     pruner, options = chats[0].pruner, chats[0].options
     request = join_requests([chat.request for chat in pad_requests(chats)])
     prompts, images = request.prompts(), request.images
     if images is not None:
-        num_images = len(images.grid)
-        indices = pad_rows(num_images, 1)
+        # Repeats images up to a padded number, which bounds the number of tower programs.
+        indices = pad_rows(len(images.grid), 1)
         pixels = jax.tree.map(lambda leaf: leaf[indices], images.pixels)
         images = Images(*(field[indices] for field in images[:3]), pixels)
         images = pipeline.encode(model, images, pruner.taps(model.config), options.execution)
     batch = plan_batch(model, pruner, prompts, images, options)
-    batch = pipeline.complete_plan(model, batch)
-    hidden, length = pipeline.embed(model, batch)
-    counts = zip(
-        length.tolist(), batch.visual_tokens.tolist(), batch.num_kept.tolist(), strict=True
+    batch = pipeline.complete_plan(model, batch)  # Selects the tokens.
+    embeddings, lengths = pipeline.embed(model, batch)
+    starts = map(
+        AnswerStart, lengths.tolist(), batch.visual_tokens.tolist(), batch.num_kept.tolist()
     )
-    rows = zip(hidden, map(AnswerStart._make, counts), strict=True)
-    padded_rows = [PromptRow(row[: start.prompt_tokens], start) for row, start in rows]
-    return padded_rows[: len(chats)]
+    rows = [
+        PromptRow(padded_row[: start.prompt_tokens], start)
+        for padded_row, start in zip(embeddings, starts, strict=True)
+    ]
+    return rows[: len(chats)]  # The last requests of the batch are padding.
 
 
 class EngineBackend:
-    """Prunes in this process and generates answers with an engine."""
+    """Prunes in this process and generates answers with an engine.
 
-    samples = False  # The engine samples, so a temperature does not change the programs here.
+    Attributes:
+        batcher: runs tower and pruner for batches of requests.
+        batch_size: largest number of requests in a batch.
+        samples: whether a temperature changes the programs of this process. The engine samples the
+            tokens, so it does not.
+    """
+
+    samples = False
 
     def __init__(
         self,
@@ -101,23 +115,23 @@ class EngineBackend:
         """Starts the worker thread. The engine may start later.
 
         Args:
-            model: the model with its tower, its projector and its embeddings.
+            model: the model with its tower, its projector and its token embeddings.
             address: address of the engine, such as http://127.0.0.1:8000.
-            metrics: counts the batches.
-            seconds: longest time to wait for the engine's next token.
-            batch_size: largest number of requests that tower and policy run together.
-            batch_seconds: longest time that a request waits for its batch to fill.
+            metrics: records the batches.
+            seconds: longest time in seconds to wait for the engine's next token.
+            batch_size: largest number of requests in a batch of tower and pruner.
+            batch_seconds: longest time in seconds that a request waits for its batch to fill.
         """
         self._model, self._address = model, address.rstrip("/")
-        self._engine_model: str | None = None  # The engine's name of its model, once requested.
+        self._engine_model: str | None = None  # Name of the engine's model; None until requested.
         self.batch_size = batch_size
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS, pool=None)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
-        # Proxies of the environment are for the internet, and the engine is a local server.
+        # Ignores the environment's proxies, which are for the internet: the engine is local.
         self._client = httpx2.AsyncClient(
             base_url=self._address, timeout=timeout, limits=limits, trust_env=False
         )
-        # One number of images per batch bounds the number of programs.
+        # Only requests with equally many images share a batch, which bounds the number of programs.
         self.batcher = Batcher(
             self._run,
             lambda chat: (id(chat.pruner), chat.num_images),
@@ -127,11 +141,19 @@ class EngineBackend:
         )
 
     def warm(self, chats: Sequence[ChatRequest], shapes: set[Hashable]) -> int:
-        """Compiles the programs of a batch; returns how many tokens the first request keeps."""
+        """Compiles the programs of a batch by running the batch.
+
+        Args:
+            chats: requests with the same pruner and the same number of images.
+            shapes: unused; `LocalBackend` needs it.
+
+        Returns:
+            The number of visual tokens that the first request keeps.
+        """
         return embed_prompts(self._model, chats)[0].start.kept
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        """Computes the row of each job and reports it."""
+        """Computes the prompt row of each job and reports the row as the job's event."""
         rows = embed_prompts(self._model, [job.chat for job in jobs])
         for job, row in zip(jobs, rows, strict=True):
             job.put(row)
@@ -159,6 +181,12 @@ class EngineBackend:
     async def answer(self, chat: ChatRequest) -> AsyncIterator[AnswerStart | AnswerTokens]:
         """Yields the events of an answer. Closing the iterator cancels the engine's work.
 
+        Args:
+            chat: the request.
+
+        Yields:
+            The token counts of the prompt, and then the tokens of the answer.
+
         Raises:
             RequestError: the engine refuses the request, is unreachable, fails, or is too slow.
         """
@@ -177,9 +205,10 @@ class EngineBackend:
                 headers={"content-type": "application/json"},
             ) as response:
                 if response.status_code != 200:
-                    self._engine_model = None  # The engine may serve another model by now.
+                    self._engine_model = None  # The engine may have been restarted with another.
                     raise _engine_error(response.status_code, await response.aread())
-                # Yielded after the stream has ended, so that the connection can be used again.
+                # The last tokens are yielded after the complete stream has been read. Otherwise,
+                # the connection could not be reused.
                 last_tokens = None
                 async for line in response.aiter_lines():
                     if last_tokens is None and line.startswith("data: {"):
@@ -193,10 +222,15 @@ class EngineBackend:
         yield last_tokens
 
     def _completion_body(self, chat: ChatRequest, row: PromptRow, engine_model: str) -> bytes:
-        """Returns the request to the engine.
+        """Returns the JSON body of the request to the engine.
 
         An engine takes absent fields from the model's folder, so every field that affects the
         answer is set.
+
+        Args:
+            chat: the request of the client.
+            row: the prompt.
+            engine_model: name of the engine's model.
         """
         fields = {
             "model": engine_model,
@@ -213,7 +247,7 @@ class EngineBackend:
 
     @contextlib.asynccontextmanager
     async def _connection_errors(self) -> AsyncIterator[None]:
-        """Raises failures of the connection and unexpected responses as RequestErrors."""
+        """Converts connection failures and unexpected responses to RequestErrors for the client."""
         try:
             yield
         except httpx2.TimeoutException as error:
@@ -229,7 +263,15 @@ class EngineBackend:
 
 
 def _parse_event(event: str) -> AnswerTokens:
-    """Parses an event of the engine's stream."""
+    """Parses a server-sent event of the engine.
+
+    Args:
+        event: the event's JSON data.
+
+    Raises:
+        RequestError: the event reports an error.
+        ValueError, LookupError, TypeError: the event has an unexpected format.
+    """
     fields = json.loads(event)
     if "error" in fields:
         raise RequestError(503, f"the engine failed: {_error_message(event)}")
@@ -238,13 +280,13 @@ def _parse_event(event: str) -> AnswerTokens:
 
 
 def _engine_error(status: int, content: bytes) -> RequestError:
-    """Returns the error for the client of a request that the engine refused."""
+    """Converts an error response of the engine to the error for the client."""
     message = f"the engine answers {status}: {_error_message(content)}"
     return RequestError(_CLIENT_STATUS.get(status, 503), message)
 
 
 def _error_message(content: str | bytes) -> str:
-    """Returns the message of the engine's error, or all its content in an unknown format."""
+    """Extracts the message of an engine's error; returns content of an unknown format unchanged."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         content = json.loads(content)["error"]["message"]
     return str(content)[:_MAX_ERROR_LENGTH]

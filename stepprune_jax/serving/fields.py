@@ -1,8 +1,8 @@
 """Fields of a chat request: the values that each field may have, and errors that name a field.
 
-Clients send many fields of OpenAI's interface that request nothing. The server accepts such a field
-only with the values that change no answer, and refuses every other value: nothing that a client
-requests is ignored. A field that is null counts as absent.
+OpenAI's interface has many fields that this server does not implement. The server accepts such a
+field only with values that change no answer, and refuses all other values. It never ignores what a
+client requests. A field that is null counts as absent.
 """
 
 import json
@@ -13,14 +13,15 @@ from typing import Any
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import nearest, one_line
 
-# A predicate of valid values, and the end of the message "FIELD is VALUE, expected ...".
+# A rule for a field: a function that tells whether a value is valid, and a description of valid
+# values for the message "FIELD is VALUE, expected DESCRIPTION".
 Rule = tuple[Callable[[Any], bool], str]
 
-# Characters. Each new token of an answer is compared with all characters of the stop texts.
+# Characters. The server searches for the stop texts after each token, so long texts cost time.
 _MAX_STOP_LENGTH = 256
 _NO_ENGINE = " without an engine"
 
-# Values in messages are cut to 60 characters, so that a message stays one readable line.
+# Truncates values in messages to 60 characters, so that a message is one readable line.
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 
@@ -31,7 +32,7 @@ class RequestError(Exception):
     Attributes:
         status: HTTP status.
         message: one line with the value and what was expected.
-        field: the field of the request that has the value; None for errors about no field.
+        field: name of the field with the value; None if the error concerns no single field.
     """
 
     def __init__(self, status: int, message: str, field: str | None = None):
@@ -46,17 +47,25 @@ def messages_error(message: str, status: int = 400) -> RequestError:
 
 
 def quote(value: object) -> str:
-    """Returns the representation of a client's value for a message, cut to a readable length."""
+    """Returns the `repr` of a client's value for a message, truncated to a readable length."""
     return _REPR.repr(value)
 
 
-def _only(*values: Any, when: str = "") -> Rule:
-    """Returns the rule of a field that accepts only these values; 1 does not equal true."""
+def _only(*valid_values: Any, when: str = "") -> Rule:
+    """Returns the rule of a field that accepts only the listed values.
+
+    Args:
+        *valid_values: JSON values. Unlike in Python, 1 and true are different values.
+        when: condition for the message, such as " without an engine".
+    """
 
     def is_valid(value: Any) -> bool:
-        return any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in values)
+        return any(
+            value == valid_value and isinstance(value, bool) == isinstance(valid_value, bool)
+            for valid_value in valid_values
+        )
 
-    return is_valid, " or ".join(map(json.dumps, values)) + when
+    return is_valid, " or ".join(map(json.dumps, valid_values)) + when
 
 
 def _is_stop(value: Any) -> bool:
@@ -70,11 +79,11 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_stream_options(value: Any) -> bool:
-    """Returns whether `include_usage` is the only option that is set."""
-    unset_options = ("include_obfuscation", "continuous_usage_stats")
+    """Returns whether a value is an object with no true option but `include_usage`."""
+    unsupported_options = ("include_obfuscation", "continuous_usage_stats")
     return isinstance(value, dict) and all(
         isinstance(flag, bool | None)
-        and (name == "include_usage" or (name in unset_options and not flag))
+        and (name == "include_usage" or (name in unsupported_options and not flag))
         for name, flag in value.items()
     )
 
@@ -102,7 +111,7 @@ BODY: dict[str, Rule] = {
     "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
     "mean_budget": _NUMBER,
     "positions": _TEXT,
-    # The server accepts the values that describe what it does for every request.
+    # Fields that the server does not implement. The valid values describe what the server does.
     "n": _only(1),
     "frequency_penalty": _only(0, when=_NO_ENGINE),
     "presence_penalty": _only(0, when=_NO_ENGINE),
@@ -120,7 +129,8 @@ BODY: dict[str, Rule] = {
     "verbosity": _only("medium"),
     "service_tier": _only("auto", "default"),
     "store": _only(False),
-    # These fields concern tools and reasoning, which the models do not have, and the sender.
+    # Fields with any value that change no answer: they concern the sender, or tools and reasoning,
+    # which the models do not have.
     "parallel_tool_calls": _FLAG,
     "reasoning_effort": _TEXT,
     "user": _TEXT,
@@ -162,35 +172,37 @@ PART: dict[str, Rule] = {
 }
 IMAGE_URL: dict[str, Rule] = {
     "url": _ANY,
-    "detail": _only(
-        "auto", "low", "high", "original"
-    ),  # images always have the size that the model expects
+    # Images always have the resolution that the model expects.
+    "detail": _only("auto", "low", "high", "original"),
 }
 
 
 def read_fields(value: Any, field_path: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
-    """Checks an object and returns its fields that are not null.
+    """Checks a JSON object of a request, and returns its fields without fields that are null.
 
     Args:
-        value: the object.
-        field_path: where the request has the object, such as "messages[0]"; "" for the body.
-        rules: the fields that the object may have, with the rule of each.
+        value: the parsed JSON value.
+        field_path: path of the object in the request, such as "messages[0]"; "" for the body. All
+            objects inside the body belong to the field `messages`.
+        rules: the fields that the object may have, with the rule of each field.
 
     Raises:
-        RequestError: `value` is no object, a field is unknown, or a field has an invalid value. The
-            message names the field.
+        RequestError: `value` is not an object, a field is unknown, or a field has an invalid value.
+            The message names the field.
     """
-    field, owner = ("messages", field_path) if field_path else (None, "the body")
+    object_name = field_path or "the body"
+    top_field = "messages" if field_path else None
     if not isinstance(value, dict):
-        raise RequestError(400, f"{owner} is {quote(value)}, expected an object", field)
+        raise RequestError(400, f"{object_name} is {quote(value)}, expected an object", top_field)
     fields = {name: content for name, content in value.items() if content is not None}
     for name, content in fields.items():
         if name not in rules:
-            message = f"{owner} has {quote(name)}, which is not supported.{nearest(name, rules)}"
-            raise RequestError(400, message, field or name)
+            hint = nearest(name, rules)
+            message = f"{object_name} has {quote(name)}, which is not supported.{hint}"
+            raise RequestError(400, message, top_field or name)
         is_valid, expected = rules[name]
         if not is_valid(content):
             full_name = f"{field_path}.{name}" if field_path else name
             message = f"{full_name} is {quote(content)}, expected {expected}"
-            raise RequestError(400, message, field or name)
+            raise RequestError(400, message, top_field or name)
     return fields

@@ -1,4 +1,4 @@
-"""Reads the images of a request: data URLs and, if allowed, files inside one folder."""
+"""Reads the images of a request from data URLs and, if allowed, from files inside one folder."""
 
 import base64
 import dataclasses
@@ -22,13 +22,13 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64")
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """Limits of a request's size, which bound its cost before it is answered.
+    """Limits of a request, which are checked before the model runs.
 
     Attributes:
-        bytes: largest size of a body, and of an image file.
+        bytes: largest size of an HTTP body, and of an image file.
         pixels: largest number of pixels of an image.
-        images: largest number of images in all messages.
-        folder: requests may name files inside this folder; None allows data URLs only.
+        images: largest number of images in all messages of a request.
+        folder: folder with the files that requests may name; None allows data URLs only.
     """
 
     bytes: int = 16 << 20
@@ -41,76 +41,99 @@ def read_image(url: object, field_path: str, limits: RequestLimits) -> Image.Ima
     """Reads an image from its URL. The server never fetches web addresses.
 
     Args:
-        url: "data:image/png;base64,...", or "file://NAME" for a file inside the folder. Both may be
+        url: value of the request's field. Valid are "data:image/png;base64,..." and, if
+            `limits.folder` is set, "file://NAME" for a file in that folder. Data and NAME may be
             percent-encoded.
-        field_path: where the request has the URL, such as "messages[0].content[1]", for errors.
-        limits: limits of the image's size.
+        field_path: path of the field, such as "messages[0].content[1]", for error messages.
+        limits: the folder, and limits of the file's size and the image's pixels.
 
     Returns:
-        The image in RGB, rotated as a viewer shows it.
+        The image in RGB, rotated as its EXIF orientation says.
 
     Raises:
         RequestError: the URL has another form, or the image is damaged or too large.
     """
-    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if limits.folder is not None and head.startswith("file://"):
-        content = _read_file(
-            limits.folder, str(url).removeprefix("file://"), field_path, limits.bytes
+    scheme, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if limits.folder is not None and scheme.startswith("file://"):
+        # The name may contain commas, so it is taken from the complete URL.
+        name = str(url).removeprefix("file://")
+        return _decode_image(
+            _read_file(limits.folder, name, field_path, limits.bytes), field_path, limits.pixels
         )
-    else:
-        if not _DATA_URL.fullmatch(head):
-            expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
-            message = (
-                f"{field_path} is {quote(url)}, expected {expected}; web addresses are not fetched"
-            )
-            raise messages_error(message)
-        try:
-            content = base64.b64decode(unquote(data), validate=True)
-        except ValueError as error:  # Also raised for a character that is not ASCII.
-            raise messages_error(f"{field_path} is not valid base64: {error}") from error
+    if not _DATA_URL.fullmatch(scheme):
+        expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
+        raise messages_error(
+            f"{field_path} is {quote(url)}, expected {expected}; web addresses are not fetched"
+        )
     try:
-        with warnings.catch_warnings():  # The limit of this server replaces Pillow's own limit.
+        content = base64.b64decode(unquote(data), validate=True)
+    except ValueError as error:  # Also raised for a character that is not ASCII.
+        raise messages_error(f"{field_path} is not valid base64: {error}") from error
+    return _decode_image(content, field_path, limits.pixels)
+
+
+def _decode_image(content: bytes, field_path: str, max_pixels: int) -> Image.Image:
+    """Decodes an image file from its bytes. Checks the number of pixels before decoding them.
+
+    Args:
+        content: bytes of a file in one of `FORMATS`.
+        field_path: path of the request's field, for error messages.
+        max_pixels: largest number of pixels.
+
+    Returns:
+        The image in RGB, rotated as its EXIF orientation says.
+
+    Raises:
+        RequestError: the image is damaged, in another format, or too large.
+    """
+    try:
+        # Pillow warns about large images and refuses very large ones. `max_pixels` replaces the
+        # warning; Pillow's refusal becomes the same error.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-        is_too_large = image.width * image.height > limits.pixels
+            image = Image.open(io.BytesIO(content), formats=FORMATS)  # Reads the header only.
+        is_too_large = image.width * image.height > max_pixels
     except Image.DecompressionBombError:
         is_too_large = True
     except Exception as error:  # Pillow's decoders may raise any exception.
         message = f"{field_path} is damaged or in another format, expected {', '.join(FORMATS)}"
         raise messages_error(message) from error
     if is_too_large:
-        raise messages_error(f"{field_path} has more than {limits.pixels} pixels", 413)
+        raise messages_error(f"{field_path} has more than {max_pixels} pixels", 413)
     try:
         return open_image(image, as_shown=True)
     except UserError as error:
+        # The error names the image by its `repr`, where the client needs the path of the field.
         problem = str(error).removeprefix(repr(image))
         raise messages_error(f"{field_path}{problem}") from error
 
 
 def _read_file(folder: Path, name: str, field_path: str, max_bytes: int) -> bytes:
-    """Reads a file inside the folder. A link to a file outside the folder is refused.
+    """Reads a file inside a folder. Refuses names and links that lead out of the folder.
 
     Args:
-        folder: the folder.
-        name: percent-encoded name of the file. A percent sign without two hexadecimal digits is
-            part of the name.
-        field_path: where the request has the name, for error messages.
+        folder: folder that the server's owner has opened to requests.
+        name: percent-encoded path of the file relative to the folder. A percent sign without two
+            hexadecimal digits is part of the name.
+        field_path: path of the request's field, for error messages.
         max_bytes: largest size of the file.
+
+    Returns:
+        The bytes of the file.
 
     Raises:
         RequestError: there is no such file inside the folder, or the file is too large.
     """
+    not_found_error = messages_error(
+        f"{field_path} is {quote(name)}, expected a file inside the image folder"
+    )
     try:
-        file = (folder / os.fsdecode(unquote_to_bytes(name))).resolve()
-        is_inside = file.is_relative_to(folder.resolve()) and file.is_file()
-        is_too_large = is_inside and file.stat().st_size > max_bytes
-        content = file.read_bytes() if is_inside and not is_too_large else b""
-    except (OSError, ValueError):
-        is_inside, is_too_large, content = False, False, b""
-    if not is_inside:
-        raise messages_error(
-            f"{field_path} is {quote(name)}, expected a file inside the image folder"
-        )
-    if is_too_large:
-        raise messages_error(f"{field_path} is a file of more than {max_bytes} bytes", 413)
-    return content
+        file = (folder / os.fsdecode(unquote_to_bytes(name))).resolve()  # Follows links.
+        if not (file.is_relative_to(folder.resolve()) and file.is_file()):
+            raise not_found_error
+        if file.stat().st_size > max_bytes:
+            message = f"{field_path} is a file of more than {max_bytes} bytes"
+            raise messages_error(message, 413)
+        return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null character.
+        raise not_found_error from error

@@ -33,9 +33,16 @@ _logger = logging.getLogger(__name__)
 
 
 class LocalBackend:
-    """Generates answers in this process."""
+    """Generates answers in this process.
 
-    samples = True  # Sampling with a temperature is another program than greedy decoding.
+    Attributes:
+        batcher: runs batches of requests.
+        batch_size: largest number of requests in a batch.
+        samples: whether a temperature changes the programs of this process. Sampling and greedy
+            decoding are different programs, so it does.
+    """
+
+    samples = True
 
     def __init__(
         self,
@@ -50,12 +57,12 @@ class LocalBackend:
 
         Args:
             model: the model.
-            metrics: counts the batches.
+            metrics: records the batches.
             batch_size: largest number of requests in a batch.
-            batch_seconds: longest time that a request waits for its batch to fill.
-            max_tokens: answers of up to this length share programs and batches.
+            batch_seconds: longest time in seconds that a request waits for its batch to fill.
+            max_tokens: requests with a length limit up to this number share programs and batches.
         """
-        self._model, self.batch_size, self._max_tokens = model, batch_size, max_tokens
+        self._model, self.batch_size, self._shared_max_tokens = model, batch_size, max_tokens
         self.batcher = Batcher(
             self._run,
             self._batch_key,
@@ -71,20 +78,31 @@ class LocalBackend:
         """No-op: this backend is always healthy."""
 
     async def answer(self, chat: ChatRequest) -> AsyncIterator[AnswerStart | AnswerTokens]:
-        """Yields the events of an answer. Closing the iterator cancels the request."""
+        """Yields the events of an answer. Closing the iterator cancels the request.
+
+        Args:
+            chat: the request.
+
+        Yields:
+            The token counts of the prompt, and then the tokens of the answer one by one.
+        """
         async for event in self.batcher.events(chat):
             yield event
 
     def _padded_max_tokens(self, chat: ChatRequest) -> int:
-        """Returns the length limit of the program: a power of two, to bound their number."""
-        max_tokens = max(chat.options.max_tokens, self._max_tokens)
+        """Returns the length limit of the program, which is at least the limit of the request.
+
+        Each length limit is a program. Powers of two bound the number of programs.
+        """
+        max_tokens = max(chat.options.max_tokens, self._shared_max_tokens)
         return min(power_of_two(max_tokens), self._model.config.text.max_positions)
 
     def _batch_key(self, chat: ChatRequest) -> Hashable:
-        """Returns a key that is equal for requests that may share a batch, or None.
+        """Returns a key that is equal for requests that may share a batch.
 
-        One number of images per batch bounds the number of programs. A request with a temperature
-        runs by itself: random numbers depend on the row, and its seed must reproduce its answer.
+        Only requests with equally many images share a batch, which bounds the number of programs.
+        A request with a temperature has the key None and runs by itself: random numbers depend on
+        the position in the batch, and the seed of a request must reproduce its answer.
         """
         if chat.sampling.temperature:
             return None
@@ -92,10 +110,16 @@ class LocalBackend:
         return id(chat.pruner), chat.sampling, positions, max_tokens, chat.num_images
 
     def _join_batch(self, chats: Sequence[ChatRequest]) -> tuple[Generator, Request]:
-        """Returns a generator for chats with equal keys, and the padded chats as one request."""
-        chat, request = chats[0], join_requests([chat.request for chat in pad_requests(chats)])
-        options = dataclasses.replace(chat.options, max_tokens=self._padded_max_tokens(chat))
-        return Generator(self._model, chat.pruner, chat.sampling, options), request
+        """Joins chats with equal keys to one request, padded to a power of two.
+
+        Returns:
+            A generator with the settings of the chats, and the joint request.
+        """
+        request = join_requests([chat.request for chat in pad_requests(chats)])
+        first_chat = chats[0]
+        max_tokens = self._padded_max_tokens(first_chat)
+        options = dataclasses.replace(first_chat.options, max_tokens=max_tokens)
+        return Generator(self._model, first_chat.pruner, first_chat.sampling, options), request
 
     def warm(self, chats: Sequence[ChatRequest], shapes: set[Hashable]) -> int:
         """Compiles the programs of a batch, unless `shapes` has its shape.
@@ -116,35 +140,44 @@ class LocalBackend:
             shapes.add(key)
             state = pipeline.prefill(self._model, batch, generator.resolved).state
             steps = pipeline.decode(self._model, state, generator.resolved, options)
-            jax.block_until_ready(next(steps, None))
+            jax.block_until_ready(next(steps, None))  # All decoding steps are the same program.
         return int(batch.num_kept[0])
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        """Answers a batch, and reports each token or that a row's logits are not finite."""
+        """Answers a batch of jobs with equal keys, and reports the events of each job.
+
+        A job gets an error instead of a token if the logits of its row are not finite.
+
+        Args:
+            jobs: a batch from the batcher, without padding.
+        """
         eos_ids = self._model.config.eos_token_ids
-        # Tokens that each job may still get; 0 after its end.
-        remaining = [job.chat.options.max_tokens for job in jobs]
+        # Number of tokens that each job may still get; 0 once its answer has ended.
+        num_remaining = [job.chat.options.max_tokens for job in jobs]
 
         def report_start(prefill: PrefillResult) -> None:
             lengths = prefill.trace.stages[0].length.tolist()
-            rows = zip(lengths, prefill.visual_tokens.tolist(), prefill.kept.tolist(), strict=True)
-            for job, counts in zip(jobs, rows, strict=False):  # Rows of padding have no job.
-                job.put(AnswerStart(*counts))
+            num_visual, num_kept = prefill.visual_tokens.tolist(), prefill.kept.tolist()
+            starts = map(AnswerStart, lengths, num_visual, num_kept)
+            for job, start in zip(jobs, starts, strict=False):  # Padded rows have no job.
+                job.put(start)
 
         generator, request = self._join_batch([job.chat for job in jobs])
-        # The client of each failed row has received its error by then.
+        # The stream raises NotFiniteError at its end. All failed jobs have got their errors before.
         with contextlib.suppress(NotFiniteError):
-            for row, token in generator.stream(request, report_start):
-                if row < len(jobs) and remaining[row]:
-                    remaining[row] -= 1
-                    finish = "stop" if token in eos_ids else None if remaining[row] else "length"
-                    if finish or token < 0:
-                        remaining[row] = 0
-                    event = _not_finite_error() if token < 0 else AnswerTokens((token,), finish)
-                    jobs[row].put(event)
+            for row_index, token in generator.stream(request, report_start):
+                if row_index < len(jobs) and num_remaining[row_index]:
+                    num_remaining[row_index] -= 1
+                    is_finite = token >= 0  # The stream has a negative id for logits with NaN.
+                    finish_reason = "length" if num_remaining[row_index] == 0 else None
+                    finish_reason = "stop" if token in eos_ids else finish_reason
+                    if finish_reason or not is_finite:
+                        num_remaining[row_index] = 0
+                    tokens = AnswerTokens((token,), finish_reason)
+                    jobs[row_index].put(tokens if is_finite else _not_finite_error())
                 if all(
-                    job.is_abandoned or not count
-                    for job, count in zip(jobs, remaining, strict=True)
+                    job.is_abandoned or count == 0
+                    for job, count in zip(jobs, num_remaining, strict=True)
                 ):
                     break
 
@@ -156,12 +189,13 @@ def _not_finite_error() -> RequestError:
 
 
 def _batch_shape(batch: Batch) -> Hashable:
-    """Returns the plan and the shapes of a batch, which determine its program.
+    """Returns the plan and the shapes of a batch, which determine its prefill and decode programs.
 
-    The program also depends on pruner and sampling.
+    Programs also depend on pruner and sampling, which are not included.
     """
-    # The result of the last stage before the prefill is the input of the prefill.
-    stages = batch.paused, batch.kept, batch.pairs
-    inputs = next(stage for stage in stages if stage is not None)
+    # The input of the prefill is the result of the last stage that has run: layers of the language
+    # model before a cut (`paused`), the selection (`kept`), or the preparation (`pairs`).
+    stage_results = batch.paused, batch.kept, batch.pairs
+    inputs = next(stage for stage in stage_results if stage is not None)
     leaves, structure = jax.tree.flatten((inputs, batch.layout))
     return batch.plan, structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)

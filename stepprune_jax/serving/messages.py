@@ -40,8 +40,8 @@ from stepprune_jax.serving.fields import (
 from stepprune_jax.serving.images import RequestLimits, read_image
 from stepprune_jax.user_input import UserError
 
-# Requests name few combinations of method and budget. The cache keeps a client that tries many
-# combinations from filling the memory.
+# Number of pruners to keep for later requests. Requests name few combinations of method and budget.
+# A client that tries many combinations must not fill the memory.
 _CACHED_PRUNERS = 64
 # Characters. A text with more characters per token than this cannot fit, and is not tokenized.
 _MAX_TOKEN_LENGTH = 32
@@ -84,7 +84,7 @@ def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> 
     Raises:
         UserError: a setting is invalid, or an engine cannot serve it.
     """
-    options = RunOptions(defaults.max_tokens, defaults.positions, None, defaults.execution)
+    options = RunOptions(defaults.max_tokens, defaults.positions, execution=defaults.execution)
     pruner = _build_pruner(defaults.pruner, defaults.budget, defaults.policy)
     _check_settings(config, pruner, Sampling(), options, engine=engine)
 
@@ -92,7 +92,13 @@ def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> 
 def _build_pruner(
     name: str | None, budget: Budget | str | int | None, policy: TrainedPruner | None
 ) -> Pruner:
-    """Builds a pruner. It has the policy unless `name` is another method."""
+    """Builds a pruner from its settings.
+
+    Args:
+        name: name of the method; None selects the policy's method, or no pruning without a policy.
+        budget: number of tokens to keep of each image; None selects the method's default.
+        policy: the policy of the server, which methods with another name ignore.
+    """
     if policy is not None and name not in (None, policy.name):
         policy = None
     return build_pruner(name, budget, policy=policy)
@@ -101,7 +107,18 @@ def _build_pruner(
 def _check_settings(
     config: ModelConfig, pruner: Pruner, sampling: Sampling, options: RunOptions, *, engine: bool
 ) -> None:
-    """Raises a UserError for settings that the model or an engine cannot serve."""
+    """Checks that the model, and the engine if there is one, can serve the settings of a request.
+
+    Args:
+        config: configuration of the model.
+        pruner: pruner of the request.
+        sampling: how the answer's tokens are sampled.
+        options: how the model is run.
+        engine: whether an engine runs the language model.
+
+    Raises:
+        UserError: a setting cannot be served.
+    """
     if engine and pruner.cuts(config, config.max_image_tokens):
         raise UserError(
             f"pruner is {pruner.name!r}, which drops tokens inside the language model; with an "
@@ -150,7 +167,7 @@ class RequestParser:
     """Parses requests for one model. Thread-safe.
 
     Attributes:
-        model: the model.
+        model: the model that answers.
         name: the model's name in requests.
         limits: limits of a request's size.
     """
@@ -168,7 +185,7 @@ class RequestParser:
         """Checks the defaults and places the policy's weights on the devices.
 
         Args:
-            model: the model.
+            model: the model that answers.
             name: the model's name in requests.
             defaults: settings of requests that do not set them.
             limits: limits of a request's size.
@@ -182,6 +199,7 @@ class RequestParser:
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
         self._body_rules = BODY | ENGINE if engine else BODY
+        # Quoting turns special tokens of a text into plain text. `str` leaves a text unchanged.
         self._quote_tokens, self._quoting_model = str, model
         if not allow_special_tokens:
             tokenizer = QuotingTokenizer(model.tokenizer)
@@ -199,10 +217,13 @@ class RequestParser:
         self._cached_pruner = cached_pruner
 
     def parse(self, body: bytes) -> ChatRequest:
-        """Parses the body of a request.
+        """Parses and checks the body of a request, and preprocesses its images.
 
         Args:
-            body: a JSON object.
+            body: a JSON object with the fields of `fields.BODY`.
+
+        Returns:
+            The request with its settings, ready for a backend.
 
         Raises:
             RequestError: a field is missing, unknown or invalid. The message names the field.
@@ -217,27 +238,31 @@ class RequestParser:
                 raise RequestError(400, f"{name} is missing", name)
         self.check_model_name(fields["model"])
         pruner, sampling, options = self._read_settings(fields)
-        system, turns, images = self._read_messages(fields["messages"])
+        system_prompt, turns, images = self._read_messages(fields["messages"])
         try:
-            request = read_request(self._quoting_model, [turns], [images], system=system)
+            request = read_request(self._quoting_model, [turns], [images], system=system_prompt)
         except UserError as error:
             raise messages_error(as_sent(str(error))) from error
         self._check_prompt_length(request, pruner)
-        stop = fields.get("stop", ())
+        stop_field = fields.get("stop", ())
         return ChatRequest(
             request,
             pruner,
             sampling,
             options,
             engine_fields={name: fields[name] for name in _ENGINE_FIELDS if name in fields},
-            stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_texts=(stop_field,) if isinstance(stop_field, str) else tuple(stop_field),
             is_streamed=fields.get("stream", False),
             has_usage=fields.get("stream_options", {}).get("include_usage") is True,
             has_token_ids=fields.get("return_token_ids", False),
         )
 
     def default_settings(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
-        """Returns the settings of requests without fields, or with a temperature only."""
+        """Returns the settings of a request without fields.
+
+        Args:
+            is_sampled: whether the request sets a temperature.
+        """
         return self._read_settings({"temperature": 1.0, "seed": 0} if is_sampled else {})
 
     def check_model_name(self, name: str) -> None:
@@ -247,64 +272,87 @@ class RequestParser:
             raise RequestError(404, message, "model")
 
     def _read_settings(self, fields: dict[str, Any]) -> tuple[Pruner, Sampling, RunOptions]:
-        """Returns the request's settings, with defaults for absent fields, and checks them."""
+        """Reads and checks the settings of a request.
+
+        Args:
+            fields: fields of the body. Absent fields have the server's defaults.
+
+        Returns:
+            The pruner, the sampling of the answer, and how the model is run.
+
+        Raises:
+            RequestError: a setting is invalid or cannot be served. The error names the field.
+        """
         defaults, temperature = self._defaults, fields.get("temperature", 0.0)
         if "budget" in fields and "mean_budget" in fields:
             message = "budget and mean_budget are both set, expected only one of them"
             raise RequestError(400, message, "budget")
         max_tokens = fields.get("max_tokens", defaults.max_tokens)
         max_tokens = fields.get("max_completion_tokens", max_tokens)
-        # Without a seed, two answers to one question differ.
+        # A sampled request without a seed has a random seed, so its answers vary.
         seed = fields.get("seed", secrets.randbelow(1 << 32) if temperature else 0)
         sampling = Sampling(seed, temperature, fields.get("top_p", 1.0))
         positions = fields.get("positions", defaults.positions)
-        options = RunOptions(max_tokens, positions, None, defaults.execution)
-        sets_pruning = not {"pruner", "budget", "mean_budget"}.isdisjoint(fields)
-        budget = fields.get("budget") if sets_pruning else defaults.budget
+        options = RunOptions(max_tokens, positions, execution=defaults.execution)
+        # The default budget belongs to the default pruner, so a request that sets one of these
+        # fields does not use it.
+        has_pruning_field = not {"pruner", "budget", "mean_budget"}.isdisjoint(fields)
+        budget = fields.get("budget") if has_pruning_field else defaults.budget
         try:
             if "mean_budget" in fields:
                 budget = Budget("mean", fields["mean_budget"])
             pruner = self._cached_pruner(fields.get("pruner", defaults.pruner), budget)
             _check_settings(self.model.config, pruner, sampling, options, engine=self._engine)
         except UserError as error:
+            # Messages have the form "FIELD is VALUE, expected ...". Two fields have an alias.
             field = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
             alias = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(field)
             raise RequestError(400, str(error), alias if alias in fields else field) from error
         return pruner, sampling, options
 
     def _check_prompt_length(self, request: Request, pruner: Pruner) -> None:
-        """Raises a RequestError if the prompt might exceed the context limit."""
-        limit, visual_tokens = self.model.backbone.CONTEXT_LIMIT, 0
+        """Checks that a prompt fits into the model's context, however many tokens are pruned.
+
+        Args:
+            request: a request with one prompt.
+            pruner: pruner of the request. Its `bound` is the largest number of kept tokens.
+
+        Raises:
+            RequestError: the prompt might exceed the context limit.
+        """
+        limit, max_visual = self.model.backbone.CONTEXT_LIMIT, 0
         for image_index in request.image_of[0]:
-            num_tokens = int(request.images.sizes[image_index])
-            visual_tokens += pruner.schedule(self.model.config, num_tokens).bound
-        text_tokens = len(request.ids[0]) - len(request.image_of[0])
-        if text_tokens + visual_tokens > limit:
+            image_size = int(request.images.sizes[image_index])
+            max_visual += pruner.schedule(self.model.config, image_size).bound
+        num_text = len(request.ids[0]) - len(request.image_of[0])  # Each image has one id.
+        if num_text + max_visual > limit:
             raise messages_error(
-                f"messages have {text_tokens} text tokens and up to {visual_tokens} visual tokens, "
+                f"messages have {num_text} text tokens and up to {max_visual} visual tokens, "
                 f"expected at most {limit} together"
             )
 
     def _read_messages(
         self, messages: list[Any]
     ) -> tuple[str | None, list[str], list[Image.Image]]:
-        """Reads all messages.
+        """Reads the messages of a conversation: system messages, then user and assistant in turn.
 
-        Texts include <image> marks only if a later turn than the first turn has images. Otherwise
-        `read_request` puts the marks in front of the first text.
+        Args:
+            messages: value of the field `messages`.
 
         Returns:
             The system prompt or None, the text of each turn, and the images of all turns. Special
-            tokens in texts are quoted.
+            tokens in texts are quoted. If a turn after the first turn has images, all texts include
+            an <image> mark for each image. Otherwise texts have no marks, and `read_request` puts
+            them in front of the first text.
 
         Raises:
             RequestError: roles do not alternate, or a message has an invalid part.
         """
-        system, turns, image_counts, images = None, [], [], []
+        system_prompt, turns, image_counts, images = None, [], [], []
         backbone, num_characters = self.model.backbone, 0
         max_characters = _MAX_TOKEN_LENGTH * backbone.CONTEXT_LIMIT
-        for index, message in enumerate(messages):
-            field_path, expected_role = f"messages[{index}]", _ROLES[len(turns) % 2]
+        for message_index, message in enumerate(messages):
+            field_path, expected_role = f"messages[{message_index}]", _ROLES[len(turns) % 2]
             fields = read_fields(message, field_path, MESSAGE)
             role = fields.get("role")
             if role != expected_role and (role not in _SYSTEM_ROLES or turns):
@@ -330,7 +378,7 @@ class RequestParser:
                 )
             text = self._quote_tokens(text)
             if role in _SYSTEM_ROLES:
-                system = text if system is None else f"{system}\n{text}"
+                system_prompt = text if system_prompt is None else f"{system_prompt}\n{text}"
                 continue
             turns.append(text)
             image_counts.append(len(message_images))
@@ -338,20 +386,34 @@ class RequestParser:
             raise messages_error("messages has no user message, expected at least one")
         if any(image_counts[1:]):
             turns = list(map(backbone.place_images, turns, image_counts))
-        return system, turns, images
+        return system_prompt, turns, images
 
     def _read_content(
         self, content: Any, field_path: str, role: str, *, max_images: int
     ) -> tuple[str, list[Image.Image]]:
-        """Returns the text and the images of one message."""
+        """Reads the content of one message.
+
+        Args:
+            content: a text, or a list of text parts and image_url parts; None if it is missing.
+            field_path: path of the message, such as "messages[0]", for error messages.
+            role: role of the message. Only users may send images.
+            max_images: largest number of images in this message.
+
+        Returns:
+            The texts of all parts, joined by newlines, and the decoded images.
+
+        Raises:
+            RequestError: a part is invalid, or there are too many images.
+        """
         if content is None:
             raise messages_error(f"{field_path}.content is missing")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         texts, images = [], []
-        for index, part in enumerate(parts):
-            part_path = f"{field_path}.content[{index}]"
+        for part_index, part in enumerate(parts):
+            part_path = f"{field_path}.content[{part_index}]"
             part_type = part.get("type") if isinstance(part, dict) else None
-            # Checked first, because unsupported types such as videos have unknown fields.
+            # The type is checked before the fields, because parts of an unsupported type, such as
+            # videos, have unknown fields.
             if part_type not in (None, *_PART_TYPES):
                 message = f"{part_path}.type is {quote(part_type)}, expected 'text' or 'image_url'"
                 raise messages_error(message)
@@ -375,5 +437,5 @@ class RequestParser:
 
 
 def _reject_constant(name: str) -> None:
-    """Rejects NaN and infinities, which Python's parser would accept."""
+    """Raises a UserError for NaN and infinities, which Python's JSON parser would accept."""
     raise UserError(f"{name} is not a JSON number")

@@ -1,7 +1,7 @@
 """Writes a matrix in the format of `torch.save`, without torch.
 
-Engines take embeddings in this format: a zip file with a pickle, which names the storage and its
-shape, and with the bytes of the matrix.
+Engines take embeddings in this format. A file is a zip archive with the bytes of the matrix, and
+with a pickle that describes dtype and shape.
 """
 
 import io
@@ -16,17 +16,16 @@ _STORAGES = {"float32": b"FloatStorage", "bfloat16": b"BFloat16Storage", "float1
 
 
 def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
-    """Returns the bytes of the file that `torch.save` writes for a matrix.
+    """Returns the bytes of a file that `torch.load(..., weights_only=True)` reads as the matrix.
 
     Args:
         matrix: [s, e] of float32, bfloat16 or float16.
-
-    Returns:
-        A file that `torch.load(..., weights_only=True)` reads.
     """
-    rows, columns = matrix.shape
-    # Opcodes of pickle: \x80\x02 is the version, c a global, ( ... t a tuple, Q an object that is
-    # stored elsewhere, \x86 a pair, \x89 False, ) an empty tuple, R a call, and . the end.
+    num_rows, num_columns = matrix.shape
+    # The pickle calls torch._utils._rebuild_tensor_v2(storage, offset, shape, strides,
+    # requires_grad=False, backward_hooks=OrderedDict()). Opcodes: \x80\x02 is protocol 2, c a
+    # global name, "(...t" a tuple, Q an object that is stored outside the pickle, \x86 a pair,
+    # \x89 False, ) an empty tuple, R a call, and . the end.
     storage_type = b"ctorch\n" + _STORAGES[matrix.dtype.name] + b"\n"
     storage = (
         b"("
@@ -37,8 +36,9 @@ def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
         + _pickle_int(matrix.size)
         + b"tQ"
     )
-    offset, shape = _pickle_int(0), _pickle_int(rows) + _pickle_int(columns) + b"\x86"
-    strides = _pickle_int(columns) + _pickle_int(1) + b"\x86"
+    offset = _pickle_int(0)
+    shape = _pickle_int(num_rows) + _pickle_int(num_columns) + b"\x86"
+    strides = _pickle_int(num_columns) + _pickle_int(1) + b"\x86"
     pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + shape + strides
     pickle += b"\x89ccollections\nOrderedDict\n)RtR."
     file = io.BytesIO()
@@ -51,10 +51,10 @@ def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
 
 
 def _pickle_text(text: str) -> bytes:
-    """Returns the opcode that pushes a text."""
+    """Returns the opcode that pushes a text on the unpickler's stack."""
     return b"X" + struct.pack("<I", len(text)) + text.encode()
 
 
 def _pickle_int(number: int) -> bytes:
-    """Returns the opcode that pushes an int32."""
+    """Returns the opcode that pushes an int32 on the unpickler's stack."""
     return b"J" + struct.pack("<i", number)

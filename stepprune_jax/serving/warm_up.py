@@ -1,8 +1,9 @@
 """Compiles all programs of requests up to a given size before the server listens.
 
-A program depends only on the shapes of a batch: the numbers of requests and images, and the padded
-sizes of images, questions and rows. One synthetic request of each shape, with placeholder images
-and ids, therefore compiles the programs of all requests.
+A program depends only on the shapes of a batch: the number of requests, the number of images, and
+the padded lengths of images, questions (the user's part of the text) and rows (the language model's
+input). The server therefore runs one synthetic batch of each shape, with placeholder images and
+token ids.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from stepprune_jax.serving.local import LocalBackend
 from stepprune_jax.serving.messages import ChatRequest, RequestParser
 from stepprune_jax.user_input import UserError
 
+# Settings of a request: the pruner, the sampling of the answer, and how the model is run.
 _Settings = tuple[Pruner, Sampling, RunOptions]
 _logger = logging.getLogger(__name__)
 # Images per request. Most chats have one or two images; each further image adds many programs.
@@ -44,14 +46,17 @@ _MAX_IMAGES = 2
 _STOP_BIAS = 1e4
 # Tokens. A text by itself and the same text within a prompt may differ by this many tokens.
 _TOKENIZER_SLACK = 3
+# Token of all synthetic texts. Programs do not depend on the ids, so any text token serves.
+_PLACEHOLDER_ID = 1
 
 
 class Extent(NamedTuple):
     """Limits of the requests whose programs are compiled.
 
     Attributes:
-        size: width and height of the largest image. Images may also have the sides swapped.
-        text: number of tokens of the longest text, including the tokens of the template.
+        size: width and height of the largest image in pixels. Images may also have the sides
+            swapped.
+        text: number of tokens of the longest text, including the tokens of the chat template.
     """
 
     size: tuple[int, int]
@@ -59,15 +64,15 @@ class Extent(NamedTuple):
 
 
 class _BatchKind(NamedTuple):
-    """Batches that differ only in the lengths of their texts.
+    """A set of batches that differ only in the lengths of their texts.
 
     Attributes:
-        rows: number of requests.
+        batch_size: number of requests.
         is_sampled: whether the requests have a temperature.
-        images: images of each request, or None.
+        images: images of each request; None for requests without images.
     """
 
-    rows: int
+    batch_size: int
     is_sampled: bool
     images: Images | None = None
 
@@ -77,19 +82,20 @@ class _BatchKind(NamedTuple):
         return 0 if self.images is None else len(self.images.sizes)
 
     def __str__(self) -> str:
-        text = f"{self.rows} request{'s' * (self.rows > 1)}, {self.num_images or 'no'} image"
-        text += "s" * (self.num_images != 1)
+        description = f"{self.batch_size} request{'s' * (self.batch_size > 1)}, "
+        description += f"{self.num_images or 'no'} image{'s' * (self.num_images != 1)}"
         if self.images is not None:
-            text += f" of {self.images.sizes[0]} tokens"
-        return text + ", sampled" * self.is_sampled
+            description += f" of {self.images.sizes[0]} tokens"
+        return description + ", sampled" * self.is_sampled
 
 
 def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent: Extent) -> None:
-    """Compiles all programs of an extent by running them, and logs the seconds of each.
+    """Compiles the programs of all requests within an extent, and logs the time of each program.
 
     Covers requests with up to two images, in all batch sizes of the server, with the server's
-    default pruner, budget and length limit. A method that counts tokens at a cut inside the
-    language model, such as GlimpsePrune without a budget, may compile the rows after the cut later.
+    default pruner, budget and length limit. Some pruners drop tokens between two layers of the
+    language model and choose the number of tokens from the image, such as GlimpsePrune without a
+    budget. The layers after such a cut may still be compiled at a later request.
 
     Args:
         parser: has the default settings of the server.
@@ -99,11 +105,12 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
     Raises:
         UserError: a batch does not fit into the memory of the device.
     """
-    start_time, start_count, start_evicted = time.perf_counter(), num_compiled(), num_evicted()
-    work = _WarmUp(parser, backend, extent)
-    for kind in work.kinds():
+    start_time = time.perf_counter()
+    num_compiled_before, num_evicted_before = num_compiled(), num_evicted()
+    runner = _WarmUp(parser, backend, extent)
+    for kind in runner.list_kinds():
         try:
-            work.run_kind(kind)
+            runner.run_kind(kind)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -111,9 +118,9 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
                 f"--warm_up: {kind} do not fit into the device's memory; use a smaller "
                 "--batch_size or smaller images"
             ) from error
-    num_programs, seconds = num_compiled() - start_count, time.perf_counter() - start_time
+    num_programs, seconds = num_compiled() - num_compiled_before, time.perf_counter() - start_time
     _logger.info("warm-up: %d programs in %.0f s", num_programs, seconds)
-    if num_evicted() > start_evicted:
+    if num_evicted() > num_evicted_before:
         _logger.warning(
             "warm-up: this process cannot keep all programs on CPUs, so requests compile the first "
             "ones again; use a smaller --batch_size or smaller images"
@@ -121,114 +128,171 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
 
 
 class _WarmUp:
-    """Runs the synthetic requests of `warm_up`."""
+    """Runs the synthetic batches of `warm_up`."""
 
     def __init__(
         self, parser: RequestParser, backend: EngineBackend | LocalBackend, extent: Extent
     ):
+        """Prepares placeholder images; Args as in `warm_up`."""
         self._parser, self._backend, self._extent = parser, backend, extent
-        self._model, self._shapes = parser.model, set[Hashable]()
+        self._model, self._compiled_shapes = parser.model, set[Hashable]()
+        # Text tokens of the shortest prompt, most of them from the chat template.
         shortest_prompt = read_request(self._model, ["."], system="").ids[0]
-        self._min_text = max(1, len(shortest_prompt) - _TOKENIZER_SLACK)
-        self._pixels = self._model.backbone.list_example_pixels(*extent.size)
-        self._sizes = np.concatenate([self._repeat(pixels, 1).sizes for pixels in self._pixels])
+        self._min_text_length = max(1, len(shortest_prompt) - _TOKENIZER_SLACK)
+        # Placeholder images with the padded shapes of all images up to the extent's size.
+        self._example_pixels = self._model.backbone.list_example_pixels(*extent.size)
+        sizes = [self._repeat_image(pixels, 1).sizes for pixels in self._example_pixels]
+        self._image_sizes = np.concatenate(sizes)
 
-    def _repeat(self, pixels: Pixels, count: int) -> Images:
-        """Returns copies of an image."""
-        return read_images(self._model.backbone, [pixels] * count)
+    def _repeat_image(self, pixels: Pixels, num_images: int) -> Images:
+        """Returns `num_images` copies of an image."""
+        return read_images(self._model.backbone, [pixels] * num_images)
 
-    def kinds(self) -> Iterator[_BatchKind]:
-        """Yields batches of all numbers of requests and images, and of all sizes of images."""
+    def list_kinds(self) -> Iterator[_BatchKind]:
+        """Yields one kind for each padded batch size, number of images and example image."""
         batch_sizes = range(1, self._backend.batch_size + 1)
-        for rows in sorted({len(pad_requests(range(size))) for size in batch_sizes}):
-            # A sampled request runs by itself.
-            for is_sampled in (False, True) if rows == 1 and self._backend.samples else (False,):
-                yield _BatchKind(rows, is_sampled)
-                for count in range(1, _MAX_IMAGES + 1):
-                    for pixels in self._pixels:
-                        yield _BatchKind(rows, is_sampled, self._repeat(pixels, count))
+        padded_sizes = {len(pad_requests(range(batch_size))) for batch_size in batch_sizes}
+        for batch_size in sorted(padded_sizes):
+            # The local backend runs a request with a temperature in a batch of one request.
+            has_sampling = batch_size == 1 and self._backend.samples
+            for is_sampled in (False, True) if has_sampling else (False,):
+                yield _BatchKind(batch_size, is_sampled)
+                for num_images in range(1, _MAX_IMAGES + 1):
+                    for pixels in self._example_pixels:
+                        images = self._repeat_image(pixels, num_images)
+                        yield _BatchKind(batch_size, is_sampled, images)
 
     def run_kind(self, kind: _BatchKind) -> None:
-        """Compiles the programs of one kind, for texts and questions of all lengths."""
+        """Compiles the programs of one kind of batch, for texts and questions of all lengths.
+
+        Args:
+            kind: the kind of batch; one of `list_kinds`.
+        """
         config = self._model.config
         pruner, sampling, options = self._parser.default_settings(is_sampled=kind.is_sampled)
-        is_counted = enters_known(config, pruner)
+        is_count_known = enters_known(config, pruner)
         is_joint = has_joint_bucket(config, kind.num_images)
-        pruner = pruner if is_counted else _stop_at_once(pruner)
-        # No id ends an answer, so every run computes a second token.
+        if not is_count_known:
+            # A learned stop would keep a meaningless number of tokens of a placeholder image.
+            pruner = _stop_at_once(pruner)
+        # No token has the id -1, so no answer ends early, and every run also decodes a token.
         sampling = sampling._replace(stop_ids=(-1,) * len(config.eos_token_ids))
-        settings = pruner, sampling, options
-        # In a joint bucket of text and question, text lengths cover all question lengths.
-        varies_question = (
-            kind.num_images > 0 and pruner.reads_text and not (is_joint and is_counted)
-        )
-        for question in self._list_questions(is_joint) if varies_question else [1]:
-            first_text = self._min_text + max(0, question - 1 - _TOKENIZER_SLACK)
-            if is_counted or not kind.num_images:
-                kept = self._count_kept(pruner, kind, kind.num_images)
-                min_kept = self._count_kept(pruner, kind, min(1, kind.num_images))
-            else:
-                kept = min_kept = self._run_batch(kind, settings, first_text, question)
-            for text in self._list_texts(kind, pruner, kept, first_text + min_kept - kept):
-                self._run_batch(kind, settings, text, question)
+        reads_question = kind.num_images > 0 and pruner.reads_text
+        # A joint bucket pads the text and its question to one length. If the number of kept tokens
+        # is known, the text lengths then cover all question lengths.
+        varies_question = reads_question and not (is_joint and is_count_known)
+        for question_length in self._list_question_lengths(is_joint) if varies_question else [1]:
+            self._run_question_length(kind, (pruner, sampling, options), question_length)
 
-    def _run_batch(self, kind: _BatchKind, settings: _Settings, text: int, question: int) -> int:
-        """Runs a batch, and returns how many visual tokens each of its requests keeps.
+    def _run_question_length(
+        self, kind: _BatchKind, settings: _Settings, question_length: int
+    ) -> None:
+        """Compiles the programs of one kind of batch, for all texts that contain a question.
 
         Args:
             kind: the kind of batch.
             settings: pruner, sampling and options.
-            text: number of text tokens of each prompt.
-            question: number of tokens of each question, which the policy reads.
+            question_length: number of tokens of the question.
         """
-        start_time, start_count, count = time.perf_counter(), num_compiled(), kind.num_images
-        ids = (IMAGE_TOKEN,) * count + (1,) * text
-        request = Request((ids,), ((1,) * question,), kind.images, (tuple(range(count)),))
-        chats = [ChatRequest(request, *settings)] * kind.rows
-        kept = self._backend.warm(chats, self._shapes)
-        if num_compiled() > start_count:
-            seconds = time.perf_counter() - start_time
-            _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, text + kept)
-        return kept
+        pruner, *_ = settings
+        # A text contains its question, so it is at least this long.
+        min_length = self._min_text_length + max(0, question_length - 1 - _TOKENIZER_SLACK)
+        if enters_known(self._model.config, pruner) or not kind.num_images:
+            num_kept = self._count_kept(pruner, kind, kind.num_images)
+            min_kept = self._count_kept(pruner, kind, min(1, kind.num_images))
+        else:
+            num_kept = self._run_batch(kind, settings, min_length, question_length)
+            min_kept = num_kept
+        # The synthetic request repeats its first image. Real requests may have smaller further
+        # images and hence fewer visual tokens. Shorter texts give the same row lengths.
+        min_length += min_kept - num_kept
+        for text_length in self._list_text_lengths(kind, pruner, num_kept, min_length):
+            self._run_batch(kind, settings, text_length, question_length)
 
-    def _list_questions(self, is_joint: bool) -> list[int]:
-        """Lists one question length for each padded length."""
+    def _run_batch(
+        self, kind: _BatchKind, settings: _Settings, text_length: int, question_length: int
+    ) -> int:
+        """Runs a batch of equal requests, and logs the time if this compiled a program.
+
+        Args:
+            kind: the kind of batch.
+            settings: pruner, sampling and options.
+            text_length: number of text tokens of each prompt.
+            question_length: number of tokens of each question, which the pruner reads.
+
+        Returns:
+            The number of visual tokens that each request keeps.
+        """
+        start_time, num_compiled_before = time.perf_counter(), num_compiled()
+        prompt_ids = (IMAGE_TOKEN,) * kind.num_images + (_PLACEHOLDER_ID,) * text_length
+        question_ids = (_PLACEHOLDER_ID,) * question_length
+        image_of = tuple(range(kind.num_images))
+        request = Request((prompt_ids,), (question_ids,), kind.images, (image_of,))
+        chats = [ChatRequest(request, *settings)] * kind.batch_size
+        num_kept = self._backend.warm(chats, self._compiled_shapes)
+        if num_compiled() > num_compiled_before:
+            seconds, row_length = time.perf_counter() - start_time, text_length + num_kept
+            _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, row_length)
+        return num_kept
+
+    def _list_question_lengths(self, is_joint: bool) -> list[int]:
+        """Lists the shortest question length of each padded length.
+
+        Args:
+            is_joint: whether text and question are padded to one length.
+        """
         lengths, length = [], 1
-        while length <= max(1, self._extent.text - self._min_text + _TOKENIZER_SLACK):
+        max_length = max(1, self._extent.text - self._min_text_length + _TOKENIZER_SLACK)
+        while length <= max_length:
             lengths.append(length)
-            request = Request(((1,),), ((1,) * length,), None, ((),))
+            question_ids = (_PLACEHOLDER_ID,) * length
+            request = Request(((_PLACEHOLDER_ID,),), (question_ids,), None, ((),))
             padded_length = request.prompts().words.shape[1]
             length = 1 + (text_bucket(padded_length) if is_joint else padded_length)
         return lengths
 
-    def _list_texts(
-        self, kind: _BatchKind, pruner: Pruner, kept: int, first_text: int
+    def _list_text_lengths(
+        self, kind: _BatchKind, pruner: Pruner, num_kept: int, min_length: int
     ) -> list[int]:
-        """Lists text lengths from `first_text` on that have every row shape of real requests.
+        """Lists text lengths from `min_length` on that have every row shape of real requests.
 
-        Real requests may keep other numbers of visual tokens than the synthetic ones, which keep
-        `kept`. The list covers their row lengths by shorter or longer texts.
+        A row consists of the kept visual tokens and the text. A real request may keep more visual
+        tokens than the synthetic request. The list therefore includes texts that are longer than
+        the texts of real requests, but give the same row lengths.
+
+        Args:
+            kind: the kind of batch.
+            pruner: the pruner.
+            num_kept: number of visual tokens that the synthetic request keeps.
+            min_length: smallest text length.
         """
-        config, count, max_visual = self._model.config, kind.num_images, 0
-        if count and not (has_joint_bucket(config, count) and enters_known(config, pruner)):
-            n = self._model.backbone.num_padded_tokens(kind.images.pixels)
-            max_visual = count * pruner.schedule(config, n).bound
+        config, num_images, max_visual = self._model.config, kind.num_images, 0
+        is_joint = has_joint_bucket(config, num_images)
+        if num_images and not (is_joint and enters_known(config, pruner)):
+            # `bound` is the largest number of tokens that the pruner keeps of an image.
+            image_size = self._model.backbone.num_padded_tokens(kind.images.pixels)
+            max_visual = num_images * pruner.schedule(config, image_size).bound
         limit = self._model.backbone.CONTEXT_LIMIT
-        last_text = min(self._extent.text + max_visual, limit) - (kept if max_visual else 0)
-        kept_per_image = [kept // max(1, count)] * count
-        texts = range(max(1, first_text), last_text + 1)
-        return list_texts(config, pruner, kept_per_image, texts, limit)
+        max_length = min(self._extent.text + max_visual, limit) - (num_kept if max_visual else 0)
+        kept_per_image = [num_kept // max(1, num_images)] * num_images
+        lengths = range(max(1, min_length), max_length + 1)
+        return list_texts(config, pruner, kept_per_image, lengths, limit)
 
     def _count_kept(self, pruner: Pruner, kind: _BatchKind, num_large: int) -> int:
         """Counts the visual tokens of a request that enter the language model.
 
-        The first `num_large` images have the size of `kind`, and the remaining images have the
-        smallest size. Sizes must determine the counts (`enters_known`).
+        Image sizes must determine the counts (`enters_known`).
+
+        Args:
+            pruner: the pruner.
+            kind: the kind of batch.
+            num_large: number of images with the size of the kind's images. All further images have
+                the smallest size.
         """
         if not kind.num_images:
             return 0
         config = self._model.config
-        smallest_count = exact_counts(config, pruner, self._sizes).min()
+        smallest_count = exact_counts(config, pruner, self._image_sizes).min()
         counts = exact_counts(config, pruner, kind.images.sizes)
         return int(counts[:num_large].sum() + (kind.num_images - num_large) * smallest_count)
 
@@ -236,7 +300,8 @@ class _WarmUp:
 def _stop_at_once(pruner: Pruner) -> Pruner:
     """Returns a pruner with the same programs whose learned stop ends selection at once.
 
-    A pruner without a learned stop is returned unchanged.
+    The learned stop is a logit that competes with the logits of all tokens; a bias raises it. A
+    pruner without a learned stop is returned unchanged.
     """
     if not isinstance(pruner, TrainedPruner) or not pruner.has_stop:
         return pruner

@@ -1,4 +1,4 @@
-"""Locks the folder of a run, so that one program at a time writes there."""
+"""Locks the folder of a run, so that only one program at a time writes there."""
 
 import contextlib
 import errno
@@ -27,12 +27,15 @@ def locked(workdir: Path) -> Iterator[None]:
     """Locks a folder inside a `with` block, so that a second program cannot write there.
 
     The operating system releases the lock when the process ends. The lock file remains and names
-    the latest holder. If the block fails and the folder has no other file, a folder that was
-    created for the lock is removed. In a run of several processes, the main process holds the lock,
-    and every process must call this function.
+    the process that held the lock last. A new folder is removed again if the block fails and has
+    written no files. In a run of several processes, the main process holds the lock, and every
+    process must call this function.
+
+    Args:
+        workdir: the folder; created if needed.
 
     Raises:
-        UserError: another process has the lock, or the operating system is Windows.
+        UserError: another process holds the lock, or the operating system is Windows.
     """
     if fcntl is None:
         raise UserError("training and evaluation run on Linux and macOS; on Windows, use WSL")
@@ -42,33 +45,42 @@ def locked(workdir: Path) -> Iterator[None]:
 
 
 def _acquire(workdir: Path, stack: contextlib.ExitStack) -> None:
-    """Acquires the lock, which `stack` releases when it closes."""
-    path = workdir / LOCK_FILE
+    """Acquires the lock of a folder, and writes the name of this process to the lock file.
+
+    Args:
+        workdir: the folder; created if needed.
+        stack: releases the lock when it closes.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    lock_file = workdir / LOCK_FILE
     if not workdir.exists():
         workdir.mkdir(parents=True, exist_ok=True)
-        stack.push(lambda error, *_: _remove(path) if error else None)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    stack.callback(os.close, file)
+        stack.push(lambda error_type, *_: _remove_unused(lock_file) if error_type else None)
+    descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+    stack.callback(os.close, descriptor)  # Closing the file releases its lock.
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         raise UserError(
-            f"{workdir} is in use by {holder}: wait until it ends, or give another --workdir"
+            f"{workdir} is in use by {holder or 'another process'}: wait until it ends, or give "
+            "another --workdir"
         ) from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        # The file system has no locks.
-        problem = f"{path} cannot be locked ({error.strerror})"
+        # The file system does not support locks.
+        problem = f"{lock_file} cannot be locked ({error.strerror})"
         _LOG.warning("%s: run one program at a time in this folder", problem)
-    with file_named(path):
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with file_named(lock_file):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
-def _remove(path: Path) -> None:
-    """Removes a lock file and its folder, if the folder has no other file."""
-    if [*path.parent.iterdir()] == [path]:
-        path.unlink()
-        path.parent.rmdir()
+def _remove_unused(lock_file: Path) -> None:
+    """Removes a lock file and its folder, unless the folder has other files."""
+    if [*lock_file.parent.iterdir()] == [lock_file]:
+        lock_file.unlink()
+        lock_file.parent.rmdir()

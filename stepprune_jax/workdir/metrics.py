@@ -22,8 +22,8 @@ _LOG = logging.getLogger(__name__)
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-# Parts of a log line: a template, and its scalars with their decimal places. A part is printed if
-# the row has all its scalars.
+# Parts of a log line: a template, and the scalars that fill it, with numbers of decimal places. A
+# part is printed if the row has all its scalars.
 _LINE_PARTS = (
     ("loss {}", {"loss": 3}),
     ("lm {}", {"lm_loss": 3}),
@@ -46,11 +46,11 @@ _LINE_PARTS = (
 
 
 class Board(NamedTuple):
-    """Another destination of scalars.
+    """A service that plots scalars: TensorBoard or Weights & Biases. Made by `open_boards`.
 
     Attributes:
-        add: takes scalars by name, and the step.
-        close: flushes and closes the destination.
+        add: adds the scalars of a step; takes the scalars by name, and the step.
+        close: writes pending scalars and closes the board.
     """
 
     add: Callable[[dict[str, float | int], int], None]
@@ -58,19 +58,21 @@ class Board(NamedTuple):
 
 
 class MetricsLog:
-    """Writes one row per logged step. A resumed run continues after its checkpoint."""
+    """Writes one row of scalars per logged step to files, the log and boards."""
 
     def __init__(
         self, workdir: Path, step: int, steps: int, batch_size: int, boards: Sequence[Board] = ()
     ):
-        """Removes rows after `step`, because the resumed run writes them again.
+        """Opens the log of a new or resumed run.
+
+        Removes rows after `step`, because a resumed run writes these rows again.
 
         Args:
             workdir: folder of the run.
             step: number of updates so far.
             steps: number of updates of the complete run.
-            batch_size: rows of a batch.
-            boards: other destinations, which are closed with the log.
+            batch_size: number of images per update, for the speed.
+            boards: boards that get the same scalars. `close` closes them.
         """
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
         if step and not self._paths[METRICS].exists():
@@ -82,23 +84,23 @@ class MetricsLog:
         self.start_clock(step)
 
     def start_clock(self, step: int):
-        """Restarts the measurement of speed at a step; called once the programs are compiled."""
+        """Restarts the measurement of speed at a step. Called when the programs are compiled."""
         self._start_time, self._start_step = time.perf_counter(), step
 
     def write(self, step: int, scalars: Mapping[str, jax.Array | float], phase: str = ""):
-        """Fetches the scalars of an update from the device and writes them.
+        """Fetches the scalars of an update from the device, and writes them with the speed.
 
         Args:
             step: number of updates.
-            scalars: the scalars by name.
+            scalars: scalars of the update by name.
             phase: name of the training phase for the log line; "" without phases.
         """
         row = {"step": step} | {
             name: float(value) for name, value in jax.device_get(scalars).items()
         }
         seconds, num_updates = time.perf_counter() - self._start_time, step - self._start_step
-        rate = num_updates * self._batch_size / seconds if num_updates else 0.0
-        row["images_per_s"] = round(rate, 2)
+        images_per_second = num_updates * self._batch_size / seconds if num_updates else 0.0
+        row["images_per_s"] = round(images_per_second, 2)
         row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
         line = self._append(METRICS, row, phase=phase)
         if num_updates:
@@ -107,7 +109,11 @@ class MetricsLog:
         _LOG.info(line)
 
     def write_validation(self, row: dict[str, float | int]):
-        """Writes the results of a validation. The speed of training excludes its time."""
+        """Writes the results of a validation, whose time does not count for the speed of training.
+
+        Args:
+            row: scalars by name, among them "step", "seconds" and "questions".
+        """
         self._start_time += row["seconds"]
         line = self._append(VALIDATION, row, "validation/")
         _LOG.info("%s  (%d questions)", line, row["questions"])
@@ -115,33 +121,45 @@ class MetricsLog:
     def _append(
         self, name: str, row: dict[str, float | int], prefix: str = "", phase: str = ""
     ) -> str:
-        """Appends a row to a file and to the boards.
+        """Appends a row to a file and to the boards, and formats it as a line for the log.
 
         Args:
-            name: name of the file.
-            row: the row.
+            name: name of the file, `METRICS` or `VALIDATION`.
+            row: scalars by name, among them "step".
             prefix: prefix of the scalars' names on the boards.
-            phase: name of the training phase for the log line.
+            phase: name of the training phase for the log line; "" without phases.
 
         Returns:
-            The row as a line for the log.
+            The line for the log.
         """
         # JSON has no NaN. None replaces numbers that are not finite.
         row = {key: value if math.isfinite(value) else None for key, value in row.items()}
         path = self._paths[name]
         with file_named(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        finite_values = {
+        finite_scalars = {
             prefix + key: value for key, value in row.items() if key != "step" and value is not None
         }
         for board in self._boards:
-            board.add(finite_values, row["step"])
-        parts = [f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"]
+            board.add(finite_scalars, row["step"])
+        return self._format_line(row, phase)
+
+    def _format_line(self, row: dict[str, float | int | None], phase: str) -> str:
+        """Formats a row as a line for the log, by the templates of `_LINE_PARTS`.
+
+        Args:
+            row: scalars by name, with None for numbers that are not finite.
+            phase: name of the training phase; "" without phases.
+        """
+        step_width = len(str(self._steps))  # Aligns the steps of all lines.
+        parts = [f"step {row['step']:>{step_width}}/{self._steps}"]
         parts += [phase] if phase else []
-        for template, digits in _LINE_PARTS:
-            if digits.keys() <= row.keys():
-                values = ((row[name], precision) for name, precision in digits.items())
-                texts = ("nan" if value is None else f"{value:.{n}f}" for value, n in values)
+        for template, decimals_by_name in _LINE_PARTS:
+            if decimals_by_name.keys() <= row.keys():
+                texts = [
+                    "nan" if row[name] is None else f"{row[name]:.{decimals}f}"
+                    for name, decimals in decimals_by_name.items()
+                ]
                 parts.append(template.format(*texts))
         parts += [f"{row['skipped']} skipped"] if row.get("skipped") else []
         return "  ".join(parts)
@@ -153,9 +171,13 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[JsonObject]:
-    """Reads the rows of a log file. Lines that are incomplete or lack a step are skipped.
+    """Reads the rows of a file of scalars, and skips lines that are incomplete or have no step.
 
-    A missing file has no rows.
+    Args:
+        path: a file of `MetricsLog`, which may not exist.
+
+    Returns:
+        The rows in the order of the file; an empty list for a missing file.
     """
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -168,7 +190,12 @@ def read_rows(path: Path) -> list[JsonObject]:
 
 
 def keep_until(path: Path, step: int):
-    """Removes rows after `step` and an incomplete last line. Replaces the file atomically."""
+    """Removes all rows after a step, and an incomplete last line, from a file of scalars.
+
+    Args:
+        path: a file of `MetricsLog`, which may not exist. It is replaced atomically.
+        step: the last step to keep.
+    """
     if path.exists():
         write_json_lines(path, [row for row in read_rows(path) if row["step"] <= step])
 
@@ -176,42 +203,61 @@ def keep_until(path: Path, step: int):
 def open_boards(
     tensorboard: bool, wandb: str, workdir: Path, step: int, fields: JsonObject
 ) -> list[Board]:
-    """Opens the requested boards. A resumed run continues its boards after `step`.
+    """Opens the boards that the configuration requests.
 
     Args:
         tensorboard: `config.tensorboard`, whether to write workdir/tensorboard.
-        wandb: `config.wandb`, a project of Weights & Biases; "" opens none.
+        wandb: `config.wandb`, a project of Weights & Biases; "" opens no project.
         workdir: folder of the run.
-        step: number of updates so far.
-        fields: the configuration by dotted name, for display.
+        step: number of updates so far. A resumed run continues its boards after this step.
+        fields: the configuration by dotted name, which Weights & Biases displays.
+
+    Returns:
+        The boards, for `MetricsLog`.
 
     Raises:
-        UserError: a package is missing.
+        UserError: the package of a board is missing.
     """
     boards = []
     if tensorboard:
-        folder = str(workdir / "tensorboard")
-        writer = _import_board("tensorboard").SummaryWriter(folder, purge_step=step + 1)
-
-        def add(scalars, step):
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-
-        boards.append(Board(add, writer.close))
+        boards.append(_open_tensorboard(workdir / "tensorboard", step))
     if wandb:
-        path = workdir / _WANDB_ID
-        if not path.is_file():
-            path.write_text(uuid.uuid4().hex)
-        run = _import_board("wandb").init(
-            project=wandb,
-            name=workdir.name,
-            id=path.read_text(),
-            resume="allow",
-            dir=str(workdir),
-            config=fields,
-        )
-        boards.append(Board(lambda scalars, step: run.log(scalars, step=step), run.finish))
+        boards.append(_open_wandb(wandb, workdir, fields))
     return boards
+
+
+def _open_tensorboard(folder: Path, step: int) -> Board:
+    """Opens a folder of TensorBoard, and hides its scalars after `step`."""
+    writer = _import_board("tensorboard").SummaryWriter(str(folder), purge_step=step + 1)
+
+    def add(scalars: dict[str, float | int], step: int) -> None:
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+
+    return Board(add, writer.close)
+
+
+def _open_wandb(project: str, workdir: Path, fields: JsonObject) -> Board:
+    """Opens the run of Weights & Biases that belongs to a folder.
+
+    Args:
+        project: name of the project.
+        workdir: folder of the run. A file there has the run's id, so a resumed run continues its
+            curves.
+        fields: the configuration by dotted name, for display.
+    """
+    id_file = workdir / _WANDB_ID
+    if not id_file.is_file():
+        id_file.write_text(uuid.uuid4().hex)
+    wandb_run = _import_board("wandb").init(
+        project=project,
+        name=workdir.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=str(workdir),
+        config=fields,
+    )
+    return Board(lambda scalars, step: wandb_run.log(scalars, step=step), wandb_run.finish)
 
 
 def check_boards(tensorboard: bool, wandb: str) -> None:
@@ -222,12 +268,19 @@ def check_boards(tensorboard: bool, wandb: str) -> None:
 
 
 def _import_board(field: str) -> ModuleType:
-    """Imports the package of a board, which a field of the configuration requests."""
-    name = _PACKAGES[field]
+    """Imports the package of a board.
+
+    Args:
+        field: the field of the configuration that requests the board, a key of `_PACKAGES`.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    package = _PACKAGES[field]
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"config.{field} is set, but {name} is not installed: pip install {name}, or unset it; "
-            f"{METRICS} has the same numbers"
+            f"config.{field} is set, but {package} is not installed: pip install {package}, or "
+            f"unset it; {METRICS} has the same numbers"
         ) from error
