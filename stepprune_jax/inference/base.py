@@ -30,9 +30,9 @@ class Prompts(NamedTuple):
         ids: [q, l] right-padded ids, with -200 in place of an image.
         length: [q] number of ids.
         words: [q, w] right-padded ids of the user's words, for pruners that read text.
-        num_words: [q] number of these ids.
-        image_of: [q, j] row in the `Images` of each image of a prompt; -1 for no image.
-        number: [q] number of each prompt in its data set, which messages name.
+        num_words: [q] number of ids in each row of `words`.
+        image_of: [q, j] row in `Images` of each of a prompt's images; -1 for no image.
+        number: [q] number of each prompt in its data set, for error messages.
     """
 
     ids: Int[np.ndarray, "q l"]
@@ -53,8 +53,8 @@ class Prompts(NamedTuple):
         return self.length - (self.image_of >= 0).sum(axis=1)
 
     def take(self, rows: Int[np.ndarray, "r"]) -> "Prompts":
-        """Returns the prompts of some rows."""
-        return Prompts(*(part[rows] for part in self))
+        """Returns the prompts at the given row indices."""
+        return Prompts(*(array[rows] for array in self))
 
 
 class Images(NamedTuple):
@@ -67,7 +67,7 @@ class Images(NamedTuple):
         pixels: [i, ...] result of the family's preprocessing; None after the tower.
         features: [i, n, w] visual tokens with their deep features appended, on the host or on
             devices. The tokens of a smaller image are a prefix of its row. None before the tower.
-        taps: [i, ...] intermediates of the tower for pruners; None before the tower.
+        taps: [i, ...] intermediate arrays of the tower for pruners; None before the tower.
     """
 
     grid: Int[np.ndarray, "i 2"]
@@ -78,14 +78,23 @@ class Images(NamedTuple):
     taps: dict[Tap, Array] | None = None
 
 
-def read_images(backbone: Backbone, parts: Ordered[Pixels]) -> Images:
-    """Builds `Images` from the results of the family's preprocessing, one for each image."""
-    pixels = join_images(parts)
+def read_images(backbone: Backbone, pixels_of_images: Ordered[Pixels]) -> Images:
+    """Builds `Images` before the tower.
+
+    Args:
+        backbone: the model.
+        pixels_of_images: for each image, the result of `Backbone.preprocess`.
+
+    Returns:
+        The images, with their grids, numbers of tokens and checksums.
+    """
+    pixels = join_images(pixels_of_images)
     grid = np.asarray(backbone.grids(pixels), np.int32)
     sizes = np.asarray(backbone.num_tokens(grid), np.int32)
-    # The checksum is of one image without the padding of a batch, so it does not depend on other
-    # images. It is of normalized pixels, because the published results were drawn from it.
-    normalized = (jax.tree.leaves(backbone.normalise(part)) for part in parts)
+    # Each image is hashed before it is padded to the batch, so a checksum does not depend on other
+    # images. The normalized pixels are hashed, because the checksum seeds random numbers and the
+    # published results used this seed.
+    normalized = (jax.tree.leaves(backbone.normalise(image)) for image in pixels_of_images)
     checksums = [zlib.crc32(b"".join(map(bytes, leaves))) for leaves in normalized]
     return Images(grid, sizes, np.array(checksums, np.uint32), pixels)
 
@@ -96,9 +105,9 @@ class RunOptions:
 
     Attributes:
         max_tokens: longest answer, in tokens.
-        positions: position ids of kept tokens: "own", as in the program of the method's authors,
-            or "original" or "compact", see `assembly.assemble`. "compact" renumbers the remaining
-            tokens after each cut between layers.
+        positions: position ids of kept tokens. "own" follows the program of the method's authors.
+            "original" and "compact" are defined at `assembly.assemble`; "compact" also renumbers
+            the tokens that remain after a pruner drops tokens between layers.
         context_limit: longest row, with the kept tokens in place of the images. Longer rows are
             truncated at the right end, with a warning. None selects the limit of the model's
             family.
@@ -120,9 +129,9 @@ class Plan:
 
     Attributes:
         capacity: padded number of tokens kept of an image.
-        is_projected: whether the kept tokens are behind the projector.
-        slots: row length of each stage of the language model.
-        cuts: cuts between the stages.
+        is_projected: whether the kept tokens have passed the projector.
+        slots: row length of each stage, a span of layers of the language model.
+        cuts: places between the stages where the pruner drops tokens.
         text_slots: padded number of text tokens, for cuts that read all text; otherwise 0.
         positions: position ids of kept tokens, "original" or "compact".
         max_tokens: longest answer, in tokens.
@@ -147,12 +156,12 @@ class Pairs(NamedTuple):
     Attributes:
         pixels: [i, ...] the distinct images; None after the tower.
         features: [i, n, w] visual tokens of the distinct images; None before the tower.
-        taps: [i, ...] intermediates in the order of `Pruner.taps`; empty before the tower.
+        taps: [i, ...] intermediate arrays in the order of `Pruner.taps`; empty before the tower.
         image: [r] row of each pair's image in `pixels` or `features`.
         grid: [r, 2] rows and columns of the image's patches.
         size: [r] number of tokens of the image; None if every image has n tokens.
         words: [r, w] right-padded ids of the user's words.
-        num_words: [r] number of these ids.
+        num_words: [r] number of ids in each row of `words`.
         number: [r] number of the prompt in its data set.
         seed: [r] seed of the row's random numbers.
         count: [r] number of tokens to keep if the image's size decides it, otherwise the size.
@@ -180,7 +189,8 @@ class PromptLayout(NamedTuple):
         pair: [b, j] row in the kept tokens of each image of a prompt.
         has_image: [b, j] True = image.
         grid: [b, j, 2] rows and columns of the image's patches.
-        counts: [b, j] for each cut, the tokens of each image that remain, without merged tokens.
+        counts: for each cut between layers, [b, j] number of tokens of each image that remain,
+            without merged tokens.
     """
 
     ids: Int[Array, "b l"]
@@ -226,9 +236,9 @@ class Batch(NamedTuple):
     Attributes:
         prompts: the prompts; on the host.
         options: how the model is run.
-        width: slots of a row for text; None pads rows to a bucket.
-        pruner: the pruner; all tokens for a batch without images.
-        pairing: the pairs; on the host.
+        width: number of slots of a row for text; None pads rows to a bucket.
+        pruner: the pruner; `AllTokens` for a batch without images.
+        pairing: the (image, prompt) pairs and their counts of tokens; on the host.
         grid: [r, 2] rows and columns of each pair's image; on the host.
         pairs: inputs of the pruner; None for a batch without images or with a ranking.
         ranked: inputs of `programs.run_take`: features, order and counts of the pairs; None for a
@@ -239,8 +249,10 @@ class Batch(NamedTuple):
             known.
         num_kept: [b] visual tokens of each row after the last cut; None until the number of kept
             tokens is known.
-        kept: the selected tokens; None before the selection, and where it is part of the prefill.
-        paused: the prefill at a cut that decides the number of tokens; None for other pruners.
+        kept: the selected tokens; None before the selection, or if the prefill includes the
+            selection.
+        paused: state of the language model at a cut whose selection decides the number of tokens;
+            None for other pruners.
     """
 
     prompts: Prompts
@@ -260,7 +272,7 @@ class Batch(NamedTuple):
 
     @property
     def selects_in_prefill(self) -> bool:
-        """Whether one program runs from images before the tower to the first tokens."""
+        """Whether one program runs the tower, the selection and the prefill."""
         pairs = self.pairs
         return pairs is not None and pairs.features is None and self.pruner.budget.is_exact
 
@@ -269,7 +281,7 @@ class Decoding(NamedTuple):
     """Decoding state of a batch.
 
     Attributes:
-        cache: keys and values of everything but the last token.
+        cache: keys and values of all tokens but the last.
         token: [b] last token; not in the cache yet.
         finished: [b] True = a stop id was generated; later tokens are not recorded.
         finite: [b] False = the logits of a token were not finite, which also finishes the row.
@@ -277,7 +289,7 @@ class Decoding(NamedTuple):
         key: [b] PRNG keys, one per row, so that sampling does not depend on other rows; None for
             greedy decoding.
         step: number of the next step; the prefill was step 0.
-        tokens: [b, max_tokens] int32 the answers, padded with -1.
+        tokens: [b, max_tokens] int32 ids of the answers, padded with -1.
         seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
     """
 
@@ -297,8 +309,8 @@ class Trace(NamedTuple):
 
     Attributes:
         logits: [b, v] float32 at each prompt's last token.
-        stages: the rows before the first layer, then the rows after each cut; without hidden
-            states, notes and deep features, which are None.
+        stages: the rows before the first layer, then the rows after each cut, from
+            `Sequence.without_values`.
         order: [b, j, t] int32 indices of the tokens of each image that enter the language model, in
             the order of selection, -1 in the padding; None for a method that selects a set.
     """

@@ -20,7 +20,7 @@ from stepprune_jax.inference.text import answer_text
 from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.pruning import Pruner, Ranker, Ranking
 
-# A pruner, and the rows of a data set that it answers; None selects all rows.
+# A pruner, and the rows of a data set that are answered with the pruner; None selects all rows.
 Variant = tuple[Pruner, Int[np.ndarray, "_"] | None]
 
 
@@ -45,10 +45,10 @@ class Answers(NamedTuple):
     Attributes:
         texts: one answer per prompt.
         kept: [q] number of visual tokens kept.
-        order: for each prompt the indices of its kept tokens: in the order of selection for a
-            ranker, in raster order for other methods, without merged or added tokens.
-        seconds: [q] seconds per prompt, from its image and ids to its last token, in full batches;
-            NaN where the time includes a compilation.
+        order: for each prompt, the indices of its kept tokens without merged or added tokens: in
+            the order of selection for a ranker, in raster order for other methods.
+        seconds: [q] mean seconds per prompt of a full batch, from image and ids to the last token;
+            NaN for batches that compiled a program.
         finite: [q] False = the model's logits were not finite, and the text is empty.
     """
 
@@ -68,15 +68,28 @@ def answer_set(
     *,
     partial: bool = False,
 ) -> Iterator[Answers]:
-    """Answers questions greedily by the variants of a pruner; see `Generator.answer_set`.
+    """Answers questions greedily with each variant of a pruner; see `Generator.answer_set`.
 
     There is no repetition penalty. The answer to a question does not depend on other questions. A
     `Ranker` orders the tokens once for all variants, if the tower has run and every question has an
     image.
 
+    Args:
+        model: the model.
+        variants: pruners of one method with different budgets, each with the rows of `questions`
+            to answer.
+        questions: the questions.
+        options: how the model is run.
+        batching: how the questions are divided into batches.
+        partial: whether a question with logits that are not finite gets an empty answer instead of
+            an error.
+
+    Yields:
+        The answers of each variant, in the order of its rows.
+
     Raises:
-        NotFiniteError: the model's logits are not finite for some questions, unless answers may be
-            `partial`.
+        NotFiniteError: the model's logits are not finite for some questions, and `partial` is
+            False.
     """
     pruners = [pipeline.place_pruner(model, pruner) for pruner, _ in variants]
     ranking, ranking_seconds, n = None, 0.0, model.config.max_image_tokens
@@ -91,31 +104,39 @@ def answer_set(
             batch_size=batching.batch_size,
         )
     for pruner, (_, rows) in zip(pruners, variants, strict=True):
-        selected, ranking_of_rows = questions, ranking
+        variant_questions, variant_ranking = questions, ranking
         if rows is not None:
-            selected = questions.take(rows)
-            ranking_of_rows = _take(ranking, rows)
-        answers = _answer_all(model, pruner, selected, options, batching, ranking_of_rows)
+            variant_questions = questions.take(rows)
+            variant_ranking = _take(ranking, rows)
+        answers = _answer_all(
+            model, pruner, variant_questions, options, batching, ranking=variant_ranking
+        )
         if not (partial or answers.finite.all()):
-            raise NotFiniteError(selected.prompts.number[~answers.finite].tolist(), answers)
+            numbers = variant_questions.prompts.number[~answers.finite].tolist()
+            raise NotFiniteError(numbers, answers)
         yield answers._replace(seconds=answers.seconds + questions.seconds + ranking_seconds)
 
 
 def _take(ranking: Ranking | None, rows: Int[np.ndarray, "r"]) -> Ranking | None:
     """Returns the rows of a ranking; None without a ranking."""
-    return jax.tree.map(lambda part: part[rows], ranking)
+    return jax.tree.map(lambda array: array[rows], ranking)
 
 
 def milliseconds(seconds: float) -> float | None:
-    """Converts a time of `Answers` to milliseconds; NaN, which JSON does not have, to None."""
+    """Converts a time of `Answers` to milliseconds, and NaN to None, because JSON has no NaN."""
     return None if np.isnan(seconds) else round(1000 * float(seconds), 3)
 
 
 def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields the rows of each batch, where the last is padded, and their number before padding."""
-    for first in range(0, total, size):
-        rows = np.arange(first, first + size)
-        yield np.minimum(rows, total - 1), min(size, total - first)
+    """Divides `total` rows into batches of `size` rows.
+
+    Yields:
+        The row indices of a batch, where the last batch is padded with the last row; and the number
+        of rows before the padding.
+    """
+    for first_row in range(0, total, size):
+        rows = np.arange(first_row, first_row + size)
+        yield np.minimum(rows, total - 1), min(size, total - first_row)
 
 
 def rank_all(
@@ -127,30 +148,31 @@ def rank_all(
     steps: int,
     batch_size: int,
 ) -> tuple[Ranking, float]:
-    """Ranks the tokens of each prompt's image, for all budgets of a `Ranker` at once.
+    """Orders the tokens of each prompt's image once for all budgets of a `Ranker`.
 
     Args:
         model: the model.
         pruner: the ranker, from `place_pruner`.
         prompts: prompts with one image each.
         images: all images after the tower, on the host.
-        steps: length of the order; at most the number of tokens of the largest image.
+        steps: number of tokens in each order; reduced to the padded number of image tokens.
         batch_size: prompts per batch.
 
     Returns:
-        The ranking, on the host, and the mean seconds per row over batches without compilation; NaN
-        if every batch compiled a program.
+        The ranking, on the host; and the mean seconds per row of the batches that compiled no
+        program, or NaN if every batch compiled a program.
     """
-    parts, seconds = [], []
+    batch_rankings, batch_seconds = [], []
     steps = min(steps, images.features.shape[1])
-    for rows, count in batches(len(prompts.length), batch_size):
-        start, compiled_before = time.perf_counter(), num_compiled()
-        ranking = to_host(pipeline.rank(model, pruner, prompts.take(rows), images, steps))
-        if num_compiled() == compiled_before:
-            seconds.append(time.perf_counter() - start)
-        parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
-    ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return ranking, float(np.mean(seconds)) / batch_size if seconds else np.nan
+    for rows, num_rows in batches(len(prompts.length), batch_size):
+        start_time, num_compiled_before = time.perf_counter(), num_compiled()
+        padded = to_host(pipeline.rank(model, pruner, prompts.take(rows), images, steps))
+        if num_compiled() == num_compiled_before:
+            batch_seconds.append(time.perf_counter() - start_time)
+        batch_rankings.append(_take(padded, np.arange(num_rows)))
+    ranking = jax.tree.map(lambda *arrays: np.concatenate(arrays), *batch_rankings)
+    seconds_per_row = float(np.mean(batch_seconds)) / batch_size if batch_seconds else np.nan
+    return ranking, seconds_per_row
 
 
 def _answer_all(
@@ -159,31 +181,43 @@ def _answer_all(
     questions: EncodedQuestions,
     options: RunOptions,
     batching: Batching,
+    *,
     ranking: Ranking | None,
 ) -> Answers:
-    """Answers every question by one pruner.
+    """Answers every question with one pruner.
 
-    Prompts are sorted by their padded widths and by their counts, if a ranking gives counts, so
-    that each batch is padded to the smallest sizes that hold it. Prompts without an image come
-    last.
+    Prompts are sorted before they are divided into batches: by padded width, then by number of kept
+    tokens if a ranking gives this number. So the prompts of a batch need about the same padding.
+    Prompts without an image come last.
+
+    Args:
+        model: the model.
+        pruner: the pruner, from `place_pruner`.
+        questions: the questions.
+        options: how the model is run.
+        batching: how the questions are divided into batches.
+        ranking: the order of each question's tokens; None runs the pruner in each batch.
+
+    Returns:
+        The answers, in the order of the questions.
     """
     prompts, images = questions.prompts, questions.images
-    total, size = len(prompts.length), batching.batch_size
+    num_prompts, batch_size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)
     width_index = np.searchsorted(widths, prompts.length)
-    counts, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * total
+    counts, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * num_prompts
     if ranking is not None:
-        sizes = images.sizes[prompts.image_of[:, 0]]
-        exact = exact_counts(model.config, pruner, sizes)
-        counts = np.asarray(pruner.counts(ranking, exact), np.int32)
+        image_sizes = images.sizes[prompts.image_of[:, 0]]
+        max_counts = exact_counts(model.config, pruner, image_sizes)
+        counts = np.asarray(pruner.counts(ranking, max_counts), np.int32)
         order = [indices[:count] for indices, count in zip(ranking.order, counts, strict=True)]
-    sorted_rows = np.lexsort((-counts, -width_index))
+    sorted_rows = np.lexsort((-counts, -width_index))  # the last key sorts first
     sampling = greedy(model.config.eos_token_ids)
-    texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
-    is_finite = np.ones(total, bool)
-    for places, num_rows in batches(total, size):
+    texts, seconds = [""] * num_prompts, np.zeros(num_prompts)
+    num_kept, is_finite = np.zeros(num_prompts, np.int32), np.ones(num_prompts, bool)
+    for places, num_rows in batches(num_prompts, batch_size):
         rows = sorted_rows[places]
-        start, compiled_before = time.perf_counter(), num_compiled()
+        start_time, num_compiled_before = time.perf_counter(), num_compiled()
         result = pipeline.first_tokens(
             model,
             pruner,
@@ -197,11 +231,11 @@ def _answer_all(
         )
         state = pipeline.finish(model, result.state, sampling, options)
         tokens, num_tokens, finite = to_host((state.tokens, state.count, state.finite))
-        is_timed = num_compiled() == compiled_before
-        row_seconds = (time.perf_counter() - start) / size if is_timed else np.nan
+        has_compiled = num_compiled() > num_compiled_before
+        row_seconds = np.nan if has_compiled else (time.perf_counter() - start_time) / batch_size
         index = to_host(result.trace.stages[-1].index) if ranking is None else None
-        rows, batch_rows = rows[:num_rows], np.arange(num_rows)
-        seconds[rows], kept[rows] = row_seconds, result.kept[batch_rows]
+        rows, batch_rows = rows[:num_rows], np.arange(num_rows)  # without padding
+        seconds[rows], num_kept[rows] = row_seconds, result.kept[batch_rows]
         is_finite[rows] = finite[batch_rows]
         for batch_row, row in enumerate(rows.tolist()):
             if finite[batch_row]:
@@ -209,4 +243,4 @@ def _answer_all(
                 texts[row] = answer_text(model.tokenizer, ids)
             if index is not None:
                 order[row] = index[batch_row][index[batch_row] >= 0]
-    return Answers(texts, kept, order, seconds, is_finite)
+    return Answers(texts, num_kept, order, seconds, is_finite)

@@ -1,8 +1,8 @@
 """The start of decoding after a prefill, one decoding step, and the loop over the steps.
 
-Pure functions. An answer and a stream of tokens run the same step in the same program, so both give
-the same tokens. The program is a loop up to a limit, which a stream raises by one each time; or one
-step that the host repeats, where layers are large and the device is a GPU
+Pure functions. An answer and a stream of tokens run the same program, so both give the same tokens.
+The program is a loop up to a limit on the number of tokens, and a stream raises the limit by one
+for each token. On a GPU with large layers, the program is instead one step that the host repeats
 (`placement.decodes_by_step`).
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Decoding
@@ -40,20 +40,20 @@ def mark_tokens(
     Args:
         config: the model's shape.
         ids: [b, l] ids of the prompts, with -200 in place of an image.
-        sequence: the rows of the prompts, which may be truncated.
+        sequence: the rows of the prompts before the first layer; long prompts may be truncated.
 
     Returns:
         [b, v] True = the token occurs in the prompt.
     """
-    vocabulary = config.text.vocab_size
-    image = vocabulary if config.image_token_id is None else config.image_token_id
+    vocab_size = config.text.vocab_size
+    # The id `vocab_size` is out of bounds, so the scatter below drops it.
+    image_id = vocab_size if config.image_token_id is None else config.image_token_id
     # A truncated row has fewer text tokens than its prompt.
     num_text = (sequence.rows.valid & (sequence.image < 0)).sum(1)
     is_read = jnp.cumsum(ids != IMAGE_TOKEN, axis=1) <= num_text[:, None]
-    # Ids beyond the vocabulary are dropped.
-    ids = jnp.where(is_read, jnp.where(ids == IMAGE_TOKEN, image, ids), vocabulary)
+    ids = jnp.where(is_read, jnp.where(ids == IMAGE_TOKEN, image_id, ids), vocab_size)
     rows = jnp.arange(ids.shape[0])[:, None]
-    return jnp.zeros((ids.shape[0], vocabulary), bool).at[rows, ids].set(True, mode="drop")
+    return jnp.zeros((ids.shape[0], vocab_size), bool).at[rows, ids].set(True, mode="drop")
 
 
 def start(
@@ -67,7 +67,7 @@ def start(
     Args:
         prefill: the prefill, with logits at each row's last token.
         prompt_tokens: [b, v] True = token of the prompt; None without a repetition penalty.
-        sampling: how tokens are sampled, resolved.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
         max_tokens: longest answer, in tokens.
 
     Returns:
@@ -86,22 +86,33 @@ def start(
         tokens=jnp.full((b, max_tokens), -1, jnp.int32),
         seen=prompt_tokens,
     )
-    return _record(state, prefill.logits, sampling)
+    return _sample_and_record(state, prefill.logits, sampling)
 
 
-def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
-    """Samples every row's next token and records it, unless the row is finished."""
-    seen, penalised, keys = state.seen, logits, None
+def _sample_and_record(
+    state: Decoding, logits: Float[Array, "b v"], sampling: Sampling
+) -> Decoding:
+    """Samples one token per row and appends it to the answers; finished rows do not change.
+
+    Args:
+        state: state before the step.
+        logits: [b, v] logits of the next token.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+
+    Returns:
+        The state after the step, without the token in the cache.
+    """
+    seen, penalised_logits, keys = state.seen, logits, None
     if seen is not None:
-        penalised = penalise(logits, seen, sampling.repetition_penalty)
+        penalised_logits = penalise(logits, seen, sampling.repetition_penalty)
     if state.key is not None:
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
     sample_rows = jax.vmap(sample, in_axes=(0, 0, None, None))
-    token = sample_rows(keys, penalised, sampling.temperature, sampling.top_p)
+    token = sample_rows(keys, penalised_logits, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
     if seen is not None:
         seen = seen.at[jnp.arange(token.size), token].set(True)
-    recorded = jnp.where(state.finished, -1, token)
+    appended_token = jnp.where(state.finished, -1, token)
     # The maximum is NaN if any logit is NaN.
     finite = state.finite & (state.finished | jnp.isfinite(logits.max(axis=-1)))
     return state._replace(
@@ -110,7 +121,7 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
         finite=finite,
         count=state.count + ~state.finished,
         step=state.step + 1,
-        tokens=jax.lax.dynamic_update_slice(state.tokens, recorded[:, None], (0, state.step)),
+        tokens=jax.lax.dynamic_update_slice(state.tokens, appended_token[:, None], (0, state.step)),
         seen=seen,
     )
 
@@ -130,15 +141,15 @@ def decode(
         params: the model's weights; only the language model's weights are read.
         config: the model's shape.
         state: state before the step; donate it under jit.
-        sampling: how tokens are sampled, resolved.
-        limit: maximum number of tokens per row, at most the `max_tokens` of the state. None runs
-            exactly one step, which changes no row that is finished.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        limit: maximum number of tokens per row, at most the length of `state.tokens`. None runs
+            exactly one step, which does not change finished rows.
         execution: how the layers are run.
         mesh: mesh of the weights; None on a single device.
 
     Returns:
-        The final state, and a copy of its token, finished and finite, [3, b], replicated over all
-        devices. The host reads the copy, since the next step reuses the memory of the state.
+        The final state; and [3, b], its fields `token`, `finished` and `finite`, replicated over
+        all devices. The host reads this copy, because the next step reuses the memory of the state.
     """
 
     def is_unfinished(state):
@@ -146,7 +157,8 @@ def decode(
 
     def step(state):
         logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
-        return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
+        state = _sample_and_record(state._replace(cache=cache), logits, sampling)
+        return constrain_rows(mesh, state)
 
     state = step(state) if limit is None else jax.lax.while_loop(is_unfinished, step, state)
     return state, constrain_replicated(mesh, jnp.stack([state.token, state.finished, state.finite]))
@@ -156,9 +168,9 @@ class NotFiniteError(UserError):
     """The model's logits are not finite for some prompts of a batch or of a data set.
 
     Attributes:
-        numbers: numbers of these prompts.
-        answers: the answers to the batch, with None for these prompts, or the `Answers` to the data
-            set.
+        numbers: numbers of the prompts without finite logits.
+        answers: the answers to the batch, with None for the prompts of `numbers`; or the `Answers`
+            to the data set.
     """
 
     REASON = (
@@ -175,8 +187,8 @@ class NotFiniteError(UserError):
 def listed(noun: str, names: Ordered[object]) -> str:
     """Returns a noun with up to ten names, such as "prompt 3" or "prompts 3, 7 and 4 more"."""
     text = ", ".join(map(str, names[:10]))
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{noun}{'s' if len(names) > 1 else ''} {text}{more}"
+    ending = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {text}{ending}"
 
 
 run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",), answers=True)

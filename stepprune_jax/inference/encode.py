@@ -24,7 +24,8 @@ from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.policy.buckets import WIDTHS, prompt_width
 
-# Limits of a chunk: bytes of features, which the host holds at once, and questions.
+# A chunk is a part of a data set whose features the host stores at once. The limits of a chunk, in
+# bytes of features and in questions, keep a chunk much smaller than the model's weights.
 _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
@@ -35,8 +36,8 @@ class EncodedQuestions(NamedTuple):
         prompts: the prompts.
         images: the distinct images, before or after the tower; a placeholder of zeros if no
             question has an image.
-        seconds: mean time to read and encode the image and the ids of a question with an image. NaN
-            if every measurement includes the compilation of a program.
+        seconds: mean seconds to read and encode a question with an image. NaN if every measurement
+            includes a compilation.
     """
 
     prompts: Prompts
@@ -56,12 +57,12 @@ class EncodedQuestions(NamedTuple):
         return bool(self.prompts.has_image.all())
 
     def take(self, rows: np.ndarray) -> "EncodedQuestions":
-        """Returns the questions of some rows, with all images."""
+        """Returns the questions at the given row indices, with all images."""
         return self._replace(prompts=self.prompts.take(rows))
 
 
 def chunk_size(model: VLM, batch_size: int) -> int:
-    """Returns how many questions are encoded at once: a multiple of the batch size."""
+    """Returns the number of questions to encode at once, a multiple of the batch size."""
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
     image_bytes = config.max_image_tokens * config.token_width * dtype.itemsize
     max_questions = min(CHUNK, _CHUNK_BYTES // image_bytes)
@@ -88,10 +89,10 @@ def encode_questions(
         model: the model.
         questions: the questions.
         batch_size: images per batch of the tower.
-        taps: intermediates of the tower for pruners.
+        taps: intermediate arrays of the tower for pruners.
         execution: how the layers of the tower are run.
-        tower: whether the tower is run. Without the tower, images remain pixels; if each image is
-            used once, a batch is then answered by fewer programs.
+        tower: whether to run the tower. False keeps pixels, and later programs run the tower; this
+            is faster if each image is used only once.
         numbers: number of each question in its data set; 0, 1, 2, ... by default.
         as_shown: whether images are turned by their EXIF orientation, see `data.images.open_image`.
             The default reads them as stored, as LLaVA's programs do.
@@ -99,40 +100,48 @@ def encode_questions(
     Returns:
         The questions, with padded prompts.
     """
-    rows_of: dict[Path | bytes | None, list[int]] = {}
+    rows_of: dict[Path | bytes | None, list[int]] = {}  # questions of each distinct image
     for row, question in enumerate(questions):
         rows_of.setdefault(question.image, []).append(row)
-    rows_without = rows_of.pop(None, [])
-    image_rows = {image: number for number, image in enumerate(rows_of)}
-    ids: list[Sequence[int]] = [()] * len(questions)
-    words: list[Sequence[int]] = [()] * len(questions)
-    parts, seconds, num_timed = [], 0.0, 0
-    for first in range(0, len(image_rows), batch_size):
-        paths = list(rows_of)[first : first + batch_size]
-        rows = [row for image in paths for row in rows_of[image]]
-        batch = [questions[row] for row in rows]
-        start, compiled_before = time.perf_counter(), num_compiled()
-        request = _read(model, batch, as_shown)
-        images, count, read = request.images, len(request.images.sizes), time.perf_counter()
+    rows_without_image = rows_of.pop(None, [])
+    image_index = {image: index for index, image in enumerate(rows_of)}
+    prompt_ids: dict[int, Sequence[int]] = {}  # by row
+    word_ids: dict[int, Sequence[int]] = {}
+    image_batches, seconds, num_timed = [], 0.0, 0
+    for first_image in range(0, len(image_index), batch_size):
+        batch_images = list(rows_of)[first_image : first_image + batch_size]
+        rows = [row for image in batch_images for row in rows_of[image]]
+        start_time, num_compiled_before = time.perf_counter(), num_compiled()
+        request = _read_questions(model, [questions[row] for row in rows], as_shown)
+        read_time, images = time.perf_counter(), request.images
+        num_images = len(images.sizes)
         if tower:
             images = _run_tower(model, images, batch_size, taps, execution)
-        if num_compiled() == compiled_before:
-            # The time of images that pad the batch is not counted.
-            seconds += read - start + (time.perf_counter() - read) * count / batch_size
+        if num_compiled() == num_compiled_before:
+            # The tower's time is for a full batch; images that pad the batch are not counted.
+            tower_seconds = time.perf_counter() - read_time
+            seconds += read_time - start_time + tower_seconds * num_images / batch_size
             num_timed += len(rows)
-        _fill(ids, words, rows, request)
-        parts.append(images)
-    if rows_without:
-        _fill(ids, words, rows_without, _read(model, [questions[row] for row in rows_without]))
-    images = join_images(parts or [_placeholder_images(model)])
+        prompt_ids.update(zip(rows, request.ids, strict=True))
+        word_ids.update(zip(rows, request.question_ids, strict=True))
+        image_batches.append(images)
+    if rows_without_image:
+        request = _read_questions(model, [questions[row] for row in rows_without_image])
+        prompt_ids.update(zip(rows_without_image, request.ids, strict=True))
+        word_ids.update(zip(rows_without_image, request.question_ids, strict=True))
+    images = join_images(image_batches or [_placeholder_images(model)])
     padded_ids, padded_words = (
-        pad_batch(rows, width=prompt_width(max(map(len, rows)), WIDTHS)) for rows in (ids, words)
+        pad_batch(
+            [ids[row] for row in range(len(questions))],
+            width=prompt_width(max(map(len, ids.values())), WIDTHS),
+        )
+        for ids in (prompt_ids, word_ids)
     )
-    image_of = np.array([image_rows.get(question.image, -1) for question in questions], np.int32)
+    image_of = np.array([image_index.get(question.image, -1) for question in questions], np.int32)
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
     prompts = Prompts(*padded_ids, *padded_words, image_of[:, None], number.astype(np.int32))
     mean_seconds = seconds / num_timed if num_timed else 0.0
-    if not num_timed and len(rows_without) < len(questions):
+    if not num_timed and len(rows_without_image) < len(questions):
         mean_seconds = np.nan
     encoded = EncodedQuestions(prompts, images, mean_seconds)
     limit = model.backbone.CONTEXT_LIMIT
@@ -142,24 +151,34 @@ def encode_questions(
 def encode_chunks(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], **options: Any
 ) -> Iterator[tuple[int, EncodedQuestions]]:
-    """Encodes questions chunk by chunk; yields each chunk after the row of its first question.
+    """Encodes a long data set in chunks that fit into the memory of the host.
 
-    Args are those of `encode_questions`.
+    Args:
+        model: the model.
+        questions: the questions.
+        **options: keyword arguments of `encode_questions`, with `batch_size`.
+
+    Yields:
+        The row of the first question of each chunk, and the encoded questions of the chunk.
     """
-    size = chunk_size(model, options["batch_size"])
-    for first in range(0, len(questions), size):
-        yield first, encode_questions(model, questions[first : first + size], **options)
+    num_questions = chunk_size(model, options["batch_size"])
+    for first_row in range(0, len(questions), num_questions):
+        chunk = questions[first_row : first_row + num_questions]
+        yield first_row, encode_questions(model, chunk, **options)
 
 
 def _run_tower(
     model: VLM, images: Images, batch_size: int, taps: Sequence[Tap], execution: Execution
 ) -> Images:
-    """Runs the tower over images, repeated to fill a batch; the result is on the host."""
-    count = len(images.sizes)
-    repeated = np.arange(batch_size) % count
-    images = jax.tree.map(lambda part: part[repeated], images)
+    """Runs the tower over one batch of images, and returns the encoded images on the host.
+
+    Fewer than `batch_size` images are repeated, so that one program serves every batch.
+    """
+    num_images = len(images.sizes)
+    rows = np.arange(batch_size) % num_images
+    images = jax.tree.map(lambda array: array[rows], images)
     encoded = to_host(encode(model, images, taps, execution))
-    return jax.tree.map(lambda part: part[:count], encoded)
+    return jax.tree.map(lambda array: array[:num_images], encoded)
 
 
 def _placeholder_images(model: VLM) -> Images:
@@ -170,18 +189,10 @@ def _placeholder_images(model: VLM) -> Images:
     return Images(grid, sizes, np.zeros(1, np.uint32), features=features, taps={})
 
 
-def _read(
+def _read_questions(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], as_shown: bool = False
 ) -> Request:
     """Reads the ids and pixels of questions; an image of several questions is read once."""
     texts = [question.text for question in questions]
     images = [question.image for question in questions]
     return read_request(model, texts, images, as_shown=as_shown)
-
-
-def _fill(
-    ids: list[Sequence[int]], words: list[Sequence[int]], rows: Sequence[int], request: Request
-) -> None:
-    """Stores the ids of a batch in their rows."""
-    for row, prompt, question in zip(rows, request.ids, request.question_ids, strict=True):
-        ids[row], words[row] = prompt, question

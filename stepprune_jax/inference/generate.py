@@ -34,10 +34,10 @@ class Answer(NamedTuple):
         text: the text, without special tokens and surrounding white space.
         token_ids: all generated ids, including the stop id.
         visual_tokens: number of visual tokens of the prompt's images before pruning.
-        kept: number of visual tokens after the last cut of the language model.
+        kept: number of visual tokens that remain after all pruning.
         kept_indices: for each image of the prompt, the raster indices of its kept tokens, from 0;
-            -1 for merged tokens. They are in the order of selection for methods that select
-            sequentially or by a score (`Ranker`), otherwise in the order of the row.
+            -1 for merged tokens. The order is the order of selection for methods that select
+            sequentially or by a score (`Ranker`), and the order of the row for other methods.
         grids: for each image of the prompt, rows and columns of its tokens before pruning.
     """
 
@@ -51,10 +51,10 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """Answers from a frozen model and the visual tokens that a pruner keeps.
+    """Answers prompts with a frozen model, from the visual tokens that a pruner keeps.
 
-    The constructor checks that the parts fit each other. Programs are compiled once per bucket of
-    shapes. Another temperature above 0, another top_p or another exact budget compiles nothing.
+    The constructor checks that pruner and options fit the model. Programs are compiled once per
+    bucket of shapes. A different temperature above 0, top_p or exact budget needs no compilation.
 
     Attributes:
         model: the model from `load_vlm`, on one device or sharded over a mesh. The constructor and
@@ -99,7 +99,7 @@ class Generator:
         return read_request(self.model, prompts, images, system=system, as_shown=as_shown)
 
     def begin(self, request: Request) -> PrefillResult:
-        """Runs a request up to its first tokens."""
+        """Runs the prefill of a request and samples the first token of each prompt."""
         return pipeline.first_tokens(
             self.model,
             self.placed,
@@ -116,57 +116,57 @@ class Generator:
 
         Args:
             request: result of `read`.
-            trace: called with the batch after its first tokens.
+            trace: called with the result of the prefill, for example to store its trace.
 
         Returns:
             One `Answer` per prompt. A prompt's answer does not depend on the other prompts.
 
         Raises:
             NotFiniteError: the model's logits are not finite for some prompts. The message gives
-                their numbers; `answers` of the error has the answers to the other prompts.
+                the numbers of these prompts. The attribute `answers` has the other answers.
         """
-        result = self.begin(request)
+        prefilled = self.begin(request)
         if trace is not None:
-            trace(result)
-        state = pipeline.finish(self.model, result.state, self.resolved, self.options)
-        return self._answers(request, result, state)
+            trace(prefilled)
+        state = pipeline.finish(self.model, prefilled.state, self.resolved, self.options)
+        return self._build_answers(request, prefilled, state)
 
     def stream(
         self, request: Request, trace: Callable[[PrefillResult], None] | None = None
     ) -> PythonGenerator[tuple[int, int], None, list[Answer]]:
         """Answers a request token by token.
 
-        Text is decoded once, for the returned answers. `text.stream_text` and `text.TextStream`
-        turn ids into pieces of text, where and when a caller wants them.
+        Text is decoded only for the returned answers. To stream text, pass the ids to
+        `text.stream_text` or `text.TextStream`.
 
         Args:
             request: result of `read`.
-            trace: called with the batch after its first tokens.
+            trace: called with the result of the prefill, for example to store its trace.
 
         Yields:
-            (row, id) of each token. The id is -1, and the row ends, where the model's logits are
-            not finite.
+            (row, id) of each token. If the model's logits are not finite, the id is -1 and the row
+            ends.
 
         Returns:
             One `Answer` per prompt, as the value of the generator.
 
         Raises:
-            NotFiniteError: as `answer`, after all other prompts have their answers.
+            NotFiniteError: as in `answer`, after all other prompts have their answers.
         """
-        result = self.begin(request)
+        prefilled = self.begin(request)
         if trace is not None:
-            trace(result)
-        state, is_finished = result.state, np.zeros(len(request.ids), bool)
-        first = state, pipeline.first_output(state)
-        later = pipeline.decode(self.model, state, self.resolved, self.options)
-        for next_state, output in itertools.chain([first], later):
+            trace(prefilled)
+        state, is_finished = prefilled.state, np.zeros(len(request.ids), bool)
+        first_step = state, pipeline.first_output(state)
+        later_steps = pipeline.decode(self.model, state, self.resolved, self.options)
+        for next_state, output in itertools.chain([first_step], later_steps):
             state = next_state
             for row in np.flatnonzero(~is_finished).tolist():
                 yield row, int(output.token[row]) if output.finite[row] else -1
             is_finished = output.finished
             if is_finished.all():
                 break
-        return self._answers(request, result, state)
+        return self._build_answers(request, prefilled, state)
 
     def answer_set(
         self,
@@ -181,52 +181,68 @@ class Generator:
         Args:
             questions: the questions, with at most one image each, from `encode_questions`.
             batching: how the questions are divided into batches.
-            variants: the pruner with other budgets or stop biases, each with the rows of
-                `questions` that it answers; None selects all rows. The default is the pruner itself
-                with all rows.
+            variants: pairs of a pruner and the rows of `questions` to answer; None in place of rows
+                selects all rows. The pruners differ only in budget or stop bias. The default is
+                `pruner` with all rows.
             partial: whether a question with logits that are not finite gets an empty answer, see
                 `Answers.finite`, instead of an error.
 
         Yields:
-            The answers of each variant, in the order of its rows. The work on a variant begins when
-            the iterator reaches it.
+            The answers of each variant, in the order of its rows. Each variant is computed when the
+            caller requests its answers.
 
         Raises:
             NotFiniteError: the model's logits are not finite for some questions. The message gives
-                their numbers; `answers` of the error has the answers of the variant.
+                the numbers of these questions. The attribute `answers` has the variant's answers.
         """
         variants = variants or [(self.pruner, None)]
         for pruner, _ in variants:
             check_run(self.model.config, pruner, self.sampling, self.options)
         return answer_set(self.model, variants, questions, self.options, batching, partial=partial)
 
-    def _answers(self, request: Request, result: PrefillResult, state: Decoding) -> list[Answer]:
-        """Builds the answers after all tokens are sampled; raises as `answer`."""
-        tokens, count, finite = jax.device_get((state.tokens, state.count, state.finite))
-        stage = result.trace.stages[-1]
-        index, image_of, order = to_host((stage.index, stage.image, result.trace.order))
+    def _build_answers(
+        self, request: Request, prefilled: PrefillResult, state: Decoding
+    ) -> list[Answer]:
+        """Builds the answers to a request after all tokens are sampled.
+
+        Args:
+            request: the request.
+            prefilled: result of the prefill, with the kept tokens.
+            state: state after the last decoding step, with the generated ids.
+
+        Returns:
+            One `Answer` per prompt.
+
+        Raises:
+            NotFiniteError: the model's logits are not finite for some prompts.
+        """
+        tokens, num_tokens, finite = jax.device_get((state.tokens, state.count, state.finite))
+        last_stage, order = prefilled.trace.stages[-1], prefilled.trace.order
+        index, image_of_slot, order = to_host((last_stage.index, last_stage.image, order))
         answers = []
-        for row, images in enumerate(request.image_of):
-            ids = tokens[row, : count[row]].tolist()
-            kept = [index[row][image_of[row] == image] for image in range(len(images))]
+        for row, image_rows in enumerate(request.image_of):
+            ids = tokens[row, : num_tokens[row]].tolist()
+            kept_indices = [
+                index[row][image_of_slot[row] == image] for image in range(len(image_rows))
+            ]
             if order is not None:
-                kept = map(_in_order, kept, order[row])
-            grids = request.images.grid[list(images)].tolist() if images else ()
+                kept_indices = map(_sort_by_selection, kept_indices, order[row])
+            grids = request.images.grid[list(image_rows)].tolist() if image_rows else ()
             answers.append(
                 Answer(
                     text=answer_text(self.model.tokenizer, ids),
                     token_ids=tuple(ids),
-                    visual_tokens=int(result.visual_tokens[row]),
-                    kept=int(result.kept[row]),
-                    kept_indices=tuple(tuple(indices.tolist()) for indices in kept),
+                    visual_tokens=int(prefilled.visual_tokens[row]),
+                    kept=int(prefilled.kept[row]),
+                    kept_indices=tuple(tuple(indices.tolist()) for indices in kept_indices),
                     grids=tuple(map(tuple, grids)),
                 )
             )
         if not finite.all():
-            not_finite = np.flatnonzero(~finite).tolist()
-            for row in not_finite:
+            rows_not_finite = np.flatnonzero(~finite).tolist()
+            for row in rows_not_finite:
                 answers[row] = None
-            raise NotFiniteError(not_finite, answers)
+            raise NotFiniteError(rows_not_finite, answers)
         return answers
 
 
@@ -255,16 +271,16 @@ def generate(
             `load_policy`; the default keeps all tokens.
         sampling: how tokens are sampled; greedy by default.
         options: how the model is run, and the longest answer.
-        trace: called with the batch after its first tokens.
+        trace: called with the result of the prefill, for example to store its trace.
 
     Returns:
         One `Answer` per prompt.
 
     Raises:
         FileNotFoundError: an image is missing.
-        TypeError: a prompt or a pruner of a wrong type.
-        ValueError: bad prompts, images or options; the message names them.
-        NotFiniteError: as `Generator.answer`.
+        TypeError: a prompt or a pruner has a wrong type.
+        ValueError: a prompt, an image or an option is invalid; the message names it.
+        NotFiniteError: the model's logits are not finite for some prompts.
     """
     generator = Generator(model, pruner, sampling, options)
     return generator.answer(generator.read(prompts, images), trace)
@@ -281,10 +297,16 @@ def stream(
 ) -> PythonGenerator[str, None, Answer]:
     """Streams the text of the answer to one prompt.
 
-    Args are those of `generate`, for a single prompt.
+    Args:
+        model: see `generate`.
+        prompt: a question, or the turns of a conversation that ends with a question.
+        images: the images of the prompt: a list, a single image, or None.
+        pruner: how visual tokens are pruned.
+        sampling: how tokens are sampled; greedy by default.
+        options: how the model is run, and the longest answer.
 
     Yields:
-        Pieces of text as they become final; they concatenate to the answer's text.
+        Pieces of text that no later token can change. Their concatenation is the answer's text.
 
     Returns:
         The `Answer`, as the value of the generator.
@@ -295,7 +317,18 @@ def stream(
 
 
 def check_run(config: ModelConfig, pruner: Pruner, sampling: Sampling, options: RunOptions) -> None:
-    """Checks that a pruner fits a model, and the values of its options; raises as `Generator`."""
+    """Checks a pruner, sampling settings and run options against a model.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        sampling: how tokens are sampled.
+        options: how the model is run.
+
+    Raises:
+        TypeError: the pruner is not a `Pruner`.
+        ValueError: a value is out of its range, or the pruner does not fit the model.
+    """
     sampling.check()
     options.execution.check_backend()
     max_tokens, max_positions = options.max_tokens, config.text.max_positions
@@ -311,35 +344,45 @@ def check_run(config: ModelConfig, pruner: Pruner, sampling: Sampling, options: 
     pruner.check(config, config.max_image_tokens)
 
 
-def _in_order(kept: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"]) -> Int[np.ndarray, "_"]:
-    """Returns the indices of an image's kept tokens in the order of selection.
+def _sort_by_selection(
+    kept_indices: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"]
+) -> Int[np.ndarray, "_"]:
+    """Sorts the indices of an image's kept tokens by the order of selection.
 
-    The order may have more indices, of tokens that were truncated with the row.
+    Args:
+        kept_indices: [k] indices of the tokens in the row; -1 for merged tokens, which are omitted.
+        order: [t] indices in the order of selection. It also has tokens that were truncated with
+            the row.
     """
-    return order[np.isin(order, kept[kept >= 0])]
+    return order[np.isin(order, kept_indices[kept_indices >= 0])]
 
 
 def trace_arrays(result: PrefillResult, row: int = 0) -> dict[str, np.ndarray]:
-    """Returns the trace of a prompt's visual tokens through the language model.
+    """Returns which visual tokens of a prompt reach each stage of the language model.
+
+    A stage is a span of layers. Stage 0 begins at the first layer; each later stage begins where
+    the pruner drops tokens between layers.
 
     Args:
-        result: the batch after its first tokens.
-        row: the prompt.
+        result: result of the prefill.
+        row: index of the prompt in the batch.
 
     Returns:
-        For each stage s of the language model: `kept_s` [k] int32, the index of every visual token
-        in its image, -1 for merged and added tokens; `image_s` [k] int32, the number of the image;
-        `slot_s` [k] int32, the slot in the row; `position_s` int32, the position ids of all tokens
-        of the row including text, [length], or [p, length] where a token has p ids. Also `logits`
-        [v] float32 at the prompt's last token.
+        Arrays by name. "logits" is [v] float32, at the prompt's last token. For each stage s with k
+        visual tokens:
+        "kept_s": [k] int32 index of each visual token in its image; -1 for merged and added tokens.
+        "image_s": [k] int32 number of the token's image.
+        "slot_s": [k] int32 place of the token in the row.
+        "position_s": [length] int32 position ids of all tokens of the row, including text; [p,
+        length] for a model with p position ids per token.
     """
     trace = to_host(result.trace)
     arrays = {"logits": np.asarray(trace.logits[row], np.float32)}
-    for number, stage in enumerate(trace.stages):
-        visual = stage.image[row] >= 0
-        arrays[f"kept_{number}"] = stage.index[row][visual]
-        arrays[f"image_{number}"] = stage.image[row][visual]
-        arrays[f"slot_{number}"] = np.flatnonzero(visual).astype(np.int32)
+    for stage_index, stage in enumerate(trace.stages):
+        is_visual = stage.image[row] >= 0
+        arrays[f"kept_{stage_index}"] = stage.index[row][is_visual]
+        arrays[f"image_{stage_index}"] = stage.image[row][is_visual]
+        arrays[f"slot_{stage_index}"] = np.flatnonzero(is_visual).astype(np.int32)
         position = stage.position[row][:, : stage.length[row]]
-        arrays[f"position_{number}"] = position[0] if len(position) == 1 else position
+        arrays[f"position_{stage_index}"] = position[0] if len(position) == 1 else position
     return arrays

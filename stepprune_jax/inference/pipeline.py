@@ -3,9 +3,9 @@
     plan_batch -> select -> prefill -> finish
 
 `plan_batch` plans on the host. `select` runs the tower and the pruner; `prefill` builds the rows
-and runs the language model to the first tokens; both are one program where the number of kept
+and runs the language model to the first tokens. One program does both if the number of kept
 tokens is known before the tower has run. `finish` and `decode` sample the further tokens. Shapes
-are padded to buckets, so that the number of compiled programs is bounded for any input.
+are padded to buckets, which bounds the number of compiled programs for any input.
 """
 
 import collections
@@ -57,17 +57,27 @@ def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
 def encode(
     model: VLM, images: Images, taps: Sequence[Tap] = (), execution: Execution = Execution()
 ) -> Images:
-    """Runs the tower over images as one batch; the result is on the model's devices."""
+    """Runs the vision tower over images as one batch.
+
+    Args:
+        model: the model.
+        images: the images, with pixels.
+        taps: intermediate arrays of the tower to return; repeated taps are computed once.
+        execution: how the layers of the tower are run.
+
+    Returns:
+        The images with `features` and `taps` on the model's devices, without pixels.
+    """
     mesh, taps = mesh_of(model.params), tuple(dict.fromkeys(taps))
-    features, in_order = programs.run_encode(
+    features, tap_arrays = programs.run_encode(
         model.params,
         model.backbone,
         place_rows(mesh, images.pixels),
         taps=taps,
         plan=Plan(execution=execution, mesh=mesh),
     )
-    by_tap = dict(zip(taps, in_order, strict=True))
-    return images._replace(pixels=None, features=features, taps=by_tap)
+    array_of_tap = dict(zip(taps, tap_arrays, strict=True))
+    return images._replace(pixels=None, features=features, taps=array_of_tap)
 
 
 def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: int) -> Ranking:
@@ -77,13 +87,14 @@ def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: in
         model: the model.
         pruner: the ranker.
         prompts: the prompts.
-        images: their images after the tower, with the taps of the pruner.
-        steps: length of each order.
+        images: the images of the prompts after the tower, with the taps of the pruner.
+        steps: number of tokens in each order.
 
     Returns:
-        The orders, on the devices, by pair in order of prompts. Padding rows repeat the first pair.
+        One order per pair, on the model's devices. Pairs are sorted by prompt, and padding rows
+        repeat the first pair.
     """
-    # One program serves every budget: an order does not depend on it.
+    # The order does not depend on the budget, so one program serves every budget.
     pruner = dataclasses.replace(pruner.program(), budget=Budget())
     plan = Plan(is_projected=pruner.after_projector, mesh=mesh_of(model.params))
     pairs = make_pairs(model, pruner, prompts, images, plan_pairs(model, pruner, prompts, images))
@@ -98,8 +109,8 @@ def select(model: VLM, batch: Batch) -> Batch:
         batch: a batch with `pairs` or `ranked`.
 
     Returns:
-        The batch with `kept`. Where a learned stop decides, the counts are read back from the
-        devices, and the rows are planned.
+        The batch with `kept`. If a learned stop decides the number of tokens, this function copies
+        the counts to the host and plans the rows of the language model.
     """
     pairing, mesh = batch.pairing, mesh_of(model.params)
     if batch.ranked is not None:
@@ -118,19 +129,29 @@ def select(model: VLM, batch: Batch) -> Batch:
         counts = to_host(kept.count)
         batch = plan_rows(model, batch._replace(pairing=pairing._replace(counts=counts)))
     if is_joint(model.config, batch) and not enters_known(model.config, batch.pruner):
-        # One prefill serves images of all sizes. One more token reveals that a row is truncated.
+        # With a fixed capacity, one prefill program serves images of all sizes. The additional
+        # token shows the program that a row is longer than its slots.
         kept = programs.run_resize(kept, capacity=batch.plan.slots[0] + 1, mesh=mesh)
     return batch._replace(kept=kept)
 
 
 def prefill_to_cut(model: VLM, batch: Batch) -> Batch:
-    """Runs a selected batch to a cut that decides the number of tokens, and reads them back.
+    """Runs the language model up to a cut whose selection decides the row lengths after the cut.
+
+    A cut is a place between two layers where the pruner drops visual tokens. The host must know how
+    many tokens remain before it can choose the program for the layers after the cut.
+
+    Args:
+        model: the model.
+        batch: a batch with `kept` and `plan`, whose pruner has exactly one cut.
 
     Returns:
-        The batch with `paused`, with the row length after the cut in `plan`, and with `num_kept`.
+        The batch with `paused`, the state of the language model at the cut; with `num_kept`; and
+        with the row length after the cut in `plan.slots`.
     """
-    # A cut with `forgets` leaves no room in its cache, so answers of any length share its program.
-    max_tokens = 1 if batch.plan.cuts[0].forgets else batch.plan.max_tokens
+    # With `prunes_cache`, the cache at the cut has no free slots for new tokens. A constant number
+    # of new tokens lets answers of any length share the program.
+    max_tokens = 1 if batch.plan.cuts[0].prunes_cache else batch.plan.max_tokens
     paused, counts = programs.run_prefill_to_cut(
         model.params,
         model.backbone,
@@ -139,23 +160,24 @@ def prefill_to_cut(model: VLM, batch: Batch) -> Batch:
         batch.layout,
         plan=dataclasses.replace(batch.plan, max_tokens=max_tokens),
     )
-    remaining, num_kept = to_host(counts).T
-    limit = batch.options.context_limit or model.backbone.CONTEXT_LIMIT
-    first_slots = batch.plan.slots[0]
-    slots = first_slots, min(length_bucket(int(remaining.max()), limit), first_slots)
-    plan = dataclasses.replace(batch.plan, slots=slots)
+    num_remaining, num_kept = to_host(counts).T
+    context_limit = batch.options.context_limit or model.backbone.CONTEXT_LIMIT
+    length_before = batch.plan.slots[0]
+    length_after = min(length_bucket(int(num_remaining.max()), context_limit), length_before)
+    plan = dataclasses.replace(batch.plan, slots=(length_before, length_after))
     return batch._replace(plan=plan, paused=paused, num_kept=num_kept)
 
 
 def complete_plan(model: VLM, batch: Batch) -> Batch:
-    """Runs the stages whose results decide shapes of the prefill.
+    """Runs the selection, and the layers before a cut, if their results decide prefill shapes.
 
     Args:
         model: the model.
         batch: result of `plan_batch`.
 
     Returns:
-        The batch, unchanged if its prefill includes the selection.
+        The batch with a complete `plan`. The batch is unchanged if one program runs the selection
+        and the prefill.
     """
     if batch.kept is None and not batch.selects_in_prefill:
         batch = select(model, batch)
@@ -165,16 +187,16 @@ def complete_plan(model: VLM, batch: Batch) -> Batch:
 
 
 def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
-    """Returns the rows before the first layer, for a language model that runs elsewhere.
+    """Builds the input embeddings of a language model that another program runs.
 
     Args:
         model: the model.
-        batch: a batch with `kept`, for a pruner without cuts.
+        batch: a batch with `kept`, for a pruner that drops no tokens between layers.
 
     Returns:
-        The embeddings of each row, zeros in the padding, and the length of each row.
+        The embeddings of each row, with zeros in the padding, and the length of each row.
     """
-    # Only these fields decide the program.
+    # The plan is part of the key of the compiled program, so it has only the fields that matter.
     plan = Plan(
         is_projected=batch.plan.is_projected,
         slots=batch.plan.slots,
@@ -188,27 +210,28 @@ def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.
 
 
 def prefill(model: VLM, batch: Batch, sampling: Sampling) -> PrefillResult:
-    """Runs a batch to its first tokens, after `complete_plan`.
+    """Runs the language model over a batch and samples the first token of each row.
 
     Args:
         model: the model.
-        batch: the batch.
-        sampling: how tokens are sampled, resolved.
+        batch: result of `complete_plan`.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
 
     Returns:
-        The batch after its first tokens.
+        The decoding state, the trace of the prefill, and the numbers of visual tokens.
     """
     if batch.paused is not None:
-        run, inputs = programs.run_resume, batch.paused
+        program, visual_inputs = programs.run_resume, batch.paused
     elif batch.kept is not None:
-        run, inputs = programs.run_prefill, batch.kept
+        program, visual_inputs = programs.run_prefill, batch.kept
     else:
-        run, inputs = programs.run_first_tokens, batch.pairs
+        program, visual_inputs = programs.run_first_tokens, batch.pairs
     plan = batch.plan
-    # An unused pruner would still distinguish programs.
+    # A pruner that the program does not read would still cause another compilation.
     pruner = batch.pruner.program() if plan.cuts or batch.kept is None else None
-    arrays = pruner, inputs, batch.layout, sampling
-    state, trace = run(model.params, model.backbone, *arrays, plan=plan)
+    state, trace = program(
+        model.params, model.backbone, pruner, visual_inputs, batch.layout, sampling, plan=plan
+    )
     return PrefillResult(state, trace, batch.visual_tokens, batch.num_kept)
 
 
@@ -224,9 +247,21 @@ def first_tokens(
     width: int | None = None,
     ranking: Ranking | None = None,
 ) -> PrefillResult:
-    """Runs prompts and images to the first token of each prompt.
+    """Plans a batch, runs its prefill and samples the first token of each prompt.
 
-    See `plan_batch` for the arguments, and `prefill` for `sampling`.
+    Args:
+        model: the model.
+        pruner: the pruner, from `place_pruner`.
+        prompts: the prompts.
+        images: the images of the prompts; None if no prompt has an image.
+        options: how the model is run.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        sizes: see `plan_batch`, as for `width` and `ranking`.
+        width: see `plan_batch`.
+        ranking: see `plan_batch`.
+
+    Returns:
+        The result of `prefill`.
     """
     batch = plan_batch(
         model, pruner, prompts, images, options, sizes=sizes, width=width, ranking=ranking
@@ -238,7 +273,7 @@ class StepOutput(NamedTuple):
     """The part of a step's result that the host reads.
 
     Attributes:
-        token: [b] id that was sampled last.
+        token: [b] id of the last sampled token.
         finished: [b] True = the row is finished.
         finite: [b] False = the logits of a token of the row were not finite.
     """
@@ -255,56 +290,58 @@ def decode(
     options: RunOptions,
     stride: int = 1,
 ) -> Iterator[tuple[Decoding, StepOutput]]:
-    """Samples the tokens after the first, up to `options.max_tokens` in all; consumes the state.
+    """Samples the tokens after the first token, up to `options.max_tokens` tokens per row.
 
-    Where the host starts each step, it starts the next step before it reads a result, so that the
-    device never waits. The state is then one step ahead of the output, which changes no finished
-    row.
+    On some devices the host starts each decoding step (`placement.decodes_by_step`). It then starts
+    the next step before it reads the result of the previous step, so that the device never waits.
+    The yielded state is then one step ahead of the yielded output. The additional step does not
+    change finished rows.
 
     Args:
         model: the model.
-        state: state after the prefill.
-        sampling: how tokens are sampled, resolved.
+        state: state after the prefill; donated.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
         options: how the model is run.
-        stride: number of tokens between two results.
+        stride: number of tokens between two results; 1 if the host starts each step.
 
     Yields:
-        The state and the output of the last step, after every `stride` tokens. The caller stops
-        when all rows are finished.
+        The state, and the output of the last step that the host has read. The caller stops the
+        iteration when all rows are finished.
     """
-    by_step, limit = decodes_by_step(model.params), options.max_tokens
+    by_step, max_tokens = decodes_by_step(model.params), options.max_tokens
     language = {"language": model.params["language"]}
-    stride, unread = 1 if by_step else stride, collections.deque()
-    for step in range(1, limit, stride):
+    stride, unread_outputs = 1 if by_step else stride, collections.deque()
+    max_unread = 1 if by_step else 0
+    for num_tokens in range(1, max_tokens, stride):
         state, output = decoding.run_decode(
             language,
             model.config,
             state,
             sampling,
-            None if by_step else np.int32(min(step + stride, limit)),
+            None if by_step else np.int32(min(num_tokens + stride, max_tokens)),
             execution=options.execution,
             mesh=mesh_of(model.params),
         )
-        unread.append(output)
-        if len(unread) > by_step:
-            yield state, _read(unread.popleft())
-    for output in unread:
-        yield state, _read(output)
+        unread_outputs.append(output)
+        if len(unread_outputs) > max_unread:
+            yield state, _read_output(unread_outputs.popleft())
+    for output in unread_outputs:
+        yield state, _read_output(output)
 
 
 def first_output(state: Decoding) -> StepOutput:
-    """Reads the output of the prefill."""
+    """Copies the first tokens of a batch from the state after the prefill to the host."""
     return StepOutput(*jax.device_get((state.token, state.finished, state.finite)))
 
 
-def _read(output: Int[Array, "3 b"]) -> StepOutput:
-    """Reads the output of a decoding step."""
+def _read_output(output: Int[Array, "3 b"]) -> StepOutput:
+    """Copies the output of a decoding step to the host."""
     token, finished, finite = np.asarray(output)
     return StepOutput(token, finished > 0, finite > 0)
 
 
 def finish(model: VLM, state: Decoding, sampling: Sampling, options: RunOptions) -> Decoding:
-    """Samples all tokens after the first; consumes the state."""
+    """Samples all tokens after the first token; the state is donated."""
     for next_state, output in decode(model, state, sampling, options, stride=options.max_tokens):
         state = next_state
         if output.finished.all():

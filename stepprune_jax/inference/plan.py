@@ -28,8 +28,8 @@ from stepprune_jax.inference.shapes import (
     enters_known,
     exact_counts,
     has_joint_bucket,
-    joint_rows,
-    joint_text,
+    joint_row_lengths,
+    joint_text_width,
     row_lengths,
     varies_freely,
 )
@@ -51,24 +51,26 @@ def plan_batch(
     width: int | None = None,
     ranking: Ranking | None = None,
 ) -> Batch:
-    """Plans a batch, and lays out the arrays that its programs read.
+    """Plans a batch, and builds the arrays that its programs read.
 
     Args:
         model: the model.
         pruner: the pruner, from `place_pruner`.
         prompts: the prompts.
-        images: their images, before or after the tower; None if no prompt has an image.
+        images: the images of the prompts, before or after the tower; None if no prompt has an
+            image.
         options: how the model is run.
-        sizes: padded numbers of kept tokens, ascending; None selects `bucket_ladder`.
-        width: slots of a row for text, in addition to the padded tokens of its images. None pads
-            rows to the next length of a ladder, or to the length of a joint bucket (see `shapes`).
-        ranking: the order of each pair's tokens, on the host, from `pipeline.rank`; then `select`
-            does not run the pruner, and returns tokens before the projector for any pruner. The
-            images must have features.
+        sizes: padded numbers of kept tokens to choose from, ascending; None selects
+            `bucket_ladder`.
+        width: number of slots of a row for text, in addition to the padded tokens of its images.
+            None pads rows to the next length of a ladder, or to the length of a joint bucket (see
+            `shapes`).
+        ranking: the order of each pair's tokens, on the host, from `pipeline.rank`. `select` then
+            takes tokens from this order and does not run the pruner. The images must have features.
 
     Returns:
         The batch. Its rows are planned if the images' sizes or the ranking decide the number of
-        kept tokens.
+        kept tokens; otherwise `Batch.plan` is None.
 
     Warns:
         UserWarning: a prompt is longer than the context and is truncated.
@@ -76,7 +78,7 @@ def plan_batch(
     if images is None or prompts.image_of.max(initial=-1) < 0:
         return _plan_without_images(model, prompts, options, width)
     if width is None and has_joint_bucket(model.config, prompts.image_of.shape[1]):
-        words = pad_ids(prompts.words, joint_text(model.config, pruner, prompts))
+        words = pad_ids(prompts.words, joint_text_width(model.config, pruner, prompts))
         prompts = prompts._replace(words=words)
     pairing, pairs, ranked = plan_pairs(model, pruner, prompts, images, sizes), None, None
     if ranking is None:
@@ -85,8 +87,9 @@ def plan_batch(
         counts = np.asarray(pruner.counts(ranking, pairing.counts), np.int32)
         capacity = choose_bucket(counts, pairing.sizes)
         pairing = pairing._replace(counts=counts, capacity=capacity)
-        arrays = images.features[pairing.image], ranking.order, counts
-        ranked = place_rows(mesh_of(model.params), arrays)
+        ranked = place_rows(
+            mesh_of(model.params), (images.features[pairing.image], ranking.order, counts)
+        )
     batch = Batch(
         prompts=prompts,
         options=options,
@@ -105,11 +108,27 @@ def plan_batch(
 def _plan_without_images(
     model: VLM, prompts: Prompts, options: RunOptions, width: int | None
 ) -> Batch:
-    """Plans a batch of text, whose kept tokens are placeholders."""
+    """Plans a batch without images; a single invalid token stands for the kept tokens.
+
+    Args:
+        model: the model.
+        prompts: the prompts.
+        options: how the model is run.
+        width: number of slots of a row for text; None pads rows to a bucket.
+
+    Returns:
+        The batch, with planned rows.
+    """
     pairing = pair_images(prompts.image_of)
     dtype = jax.tree.leaves(model.params)[0].dtype
     zero = np.zeros((1, 1), np.int32)
-    tokens = np.zeros((1, 1, model.config.token_width), dtype)
+    no_token = Kept(
+        index=zero,
+        place=zero,
+        tokens=np.zeros((1, 1, model.config.token_width), dtype),
+        valid=zero > 0,
+        count=zero[0],
+    )
     batch = Batch(
         prompts=prompts,
         options=options,
@@ -120,27 +139,33 @@ def _plan_without_images(
         pairs=None,
         ranked=None,
         visual_tokens=np.zeros(len(prompts.length), np.int32),
-        kept=Kept(zero, zero, tokens, zero > 0, zero[0]),
+        kept=no_token,
     )
     return plan_rows(model, batch)
 
 
 def pair_images(image_of: Int[np.ndarray, "b j"]) -> PairPlan:
-    """Lists the (image, prompt) pairs of a batch in order of prompts, without counts of tokens.
+    """Lists the (image, prompt) pairs of a batch, sorted by prompt.
 
-    The first pair is repeated until the number of pairs is a bucket.
+    The list is padded with the first pair to a bucket of rows.
+
+    Args:
+        image_of: [b, j] row in `Images` of each of a prompt's images; -1 for no image.
+
+    Returns:
+        The pairs, with zeros in place of sizes and counts of tokens.
     """
     b, j = image_of.shape
     has_image = image_of >= 0
-    places = np.flatnonzero(has_image)
-    pair = np.zeros(b * j, np.int32)
-    pair[places] = np.arange(len(places))
-    places = places[pad_rows(len(places), b)]
-    no_tokens = np.zeros(max(1, len(places)), np.int32)
+    flat_index = np.flatnonzero(has_image)  # of each pair in the raveled [b, j]
+    pair_of = np.zeros(b * j, np.int32)
+    pair_of[flat_index] = np.arange(len(flat_index))
+    flat_index = flat_index[pad_rows(len(flat_index), b)]
+    no_tokens = np.zeros(max(1, len(flat_index)), np.int32)
     return PairPlan(
-        image=image_of.ravel()[places],
-        prompt=places // j,
-        pair=pair.reshape(b, j),
+        image=image_of.ravel()[flat_index],
+        prompt=flat_index // j,
+        pair=pair_of.reshape(b, j),
         has_image=has_image,
         size=no_tokens,
         counts=no_tokens,
@@ -154,7 +179,20 @@ def plan_pairs(
     images: Images,
     sizes: Sequence[int] | None = None,
 ) -> PairPlan:
-    """Lists the pairs of a batch, and plans how many tokens of each the pruner may keep."""
+    """Lists the (image, prompt) pairs of a batch, and plans how many tokens each pair keeps.
+
+    Args:
+        model: the model.
+        pruner: the pruner.
+        prompts: the prompts.
+        images: the images of the prompts, before or after the tower.
+        sizes: padded numbers of kept tokens to choose from, ascending; None selects
+            `bucket_ladder`.
+
+    Returns:
+        The pairs, with exact counts of tokens if the images' sizes decide the counts, and with the
+        padded number of tokens.
+    """
     config, pairing = model.config, pair_images(prompts.image_of)
     if images.features is not None:
         n = images.features.shape[1]
@@ -165,42 +203,57 @@ def plan_pairs(
         sizes = (n,)
     elif sizes is None:
         sizes = bucket_ladder(schedule.most)
-    size = images.sizes[pairing.image]
-    counts, capacity = exact_counts(config, pruner, size), schedule.most
+    image_size = images.sizes[pairing.image]
+    counts, capacity = exact_counts(config, pruner, image_size), schedule.most
     if pruner.budget.is_exact:
-        # Where images have any number of tokens, n decides the capacity, not the images' sizes.
+        # If images may have any number of tokens, the capacity follows from the padded number n. It
+        # is then the same for all images that share a program.
         min_capacity = schedule.bound if varies_freely(config) else 0
         capacity = choose_bucket(max(*counts.tolist(), min_capacity), sizes)
-    return pairing._replace(size=size, counts=counts, n=n, capacity=capacity, sizes=sizes)
+    return pairing._replace(size=image_size, counts=counts, n=n, capacity=capacity, sizes=sizes)
 
 
 def make_pairs(
     model: VLM, pruner: Pruner, prompts: Prompts, images: Images, pairing: PairPlan
 ) -> Pairs:
-    """Builds the inputs of a selection, on the devices of the model."""
+    """Builds the inputs of a selection, on the devices of the model.
+
+    Args:
+        model: the model.
+        pruner: the pruner.
+        prompts: the prompts.
+        images: the images of the prompts, before or after the tower.
+        pairing: result of `plan_pairs`.
+
+    Returns:
+        The inputs, with one row per (image, prompt) pair.
+    """
     mesh, image, prompt = mesh_of(model.params), pairing.image, pairing.prompt
     words, num_words = prompts.words[prompt], prompts.num_words[prompt]
     grid, image_seed = images.grid[image], images.seed[image].tolist()
-    # The checksum of the image continues over the question, so the seed of a row depends on its
-    # image and its question only.
-    questions = zip(words, num_words, image_seed, strict=True)
-    seed = [zlib.crc32(ids[:count], start) for ids, count, start in questions]
+    # The checksum of the image is extended by the question, so the seed of a row depends only on
+    # its image and its question.
+    seed = [
+        zlib.crc32(question_words[:word_count], checksum)
+        for question_words, word_count, checksum in zip(words, num_words, image_seed, strict=True)
+    ]
     pixels, features, taps = images.pixels, images.features, ()
     if features is None:
-        distinct, image = np.unique(image, return_inverse=True)
-        rows = distinct[pad_rows(len(distinct), len(prompts.length))].tolist()
-        if rows != list(range(len(images.sizes))):  # otherwise the pixels need no copy
-            pixels = jax.tree.map(lambda part: part[rows], pixels)
+        distinct_images, image = np.unique(image, return_inverse=True)
+        image_rows = distinct_images[pad_rows(len(distinct_images), len(prompts.length))].tolist()
+        if image_rows != list(range(len(images.sizes))):  # indexing would copy the pixels
+            pixels = jax.tree.map(lambda array: array[image_rows], pixels)
         pixels = place_rows(mesh, pixels)
     else:
         pixels, taps = None, tuple(images.taps[tap] for tap in pruner.taps(model.config))
         if isinstance(features, np.ndarray):  # only the rows in use are copied to the devices
-            features, taps = jax.tree.map(lambda part: part[image], (features, taps))
+            features, taps = jax.tree.map(lambda array: array[image], (features, taps))
             features, taps = place_rows(mesh, (features, taps))
             image = np.arange(len(image))
     if not pruner.reads_text:
         words, num_words = np.zeros((len(words), 1), np.int32), np.zeros(len(words), np.int32)
-    # Images that fill their bucket share the program of smaller images.
+    # Without sizes, the program skips the masks of padding. Models whose images differ in size
+    # always pass sizes, so that images with and without padding share a program.
     needs_sizes = model.config.sizes_vary or min(pairing.size.tolist()) < pairing.n
     arrays = {
         "image": image.astype(np.int32),
@@ -220,74 +273,94 @@ def plan_rows(model: VLM, batch: Batch) -> Batch:
 
     Args:
         model: the model.
-        batch: a batch without `plan`, where `pairing.counts` are the tokens of each pair that enter
-            the language model.
+        batch: a batch without `plan`. Its `pairing.counts` are the numbers of tokens of each pair
+            that enter the language model.
 
     Returns:
         The batch with `plan`, `layout` and `num_kept`.
     """
     config, pruner, pairing, options = model.config, batch.pruner, batch.pairing, batch.options
     prompts, mesh = batch.prompts, mesh_of(model.params)
-    limit = options.context_limit or model.backbone.CONTEXT_LIMIT
+    context_limit = options.context_limit or model.backbone.CONTEXT_LIMIT
     image_tokens = np.where(pairing.has_image, pairing.counts[pairing.pair], 0)
-    image_tokens = truncate_images(prompts, image_tokens, limit)
+    image_tokens = truncate_images(prompts, image_tokens, context_limit)
     cuts = pruner.cuts(config, pairing.n)
-    after = counts_after_cuts(config, pruner, image_tokens, len(cuts))
-    stages = [image_tokens, *(tokens.sum(2) for tokens in after)]
-    slots, text_slots, width = _plan_slots(config, batch, stages, limit)
-    is_own = options.positions == "own"
+    # [cuts, b, j, 2]: kept and merged tokens of each image after each cut.
+    counts_after = counts_after_cuts(config, pruner, image_tokens, len(cuts))
+    stage_tokens = [image_tokens, *(counts.sum(2) for counts in counts_after)]
+    slots, text_slots, ids_width = _plan_slots(config, batch, stage_tokens, context_limit)
+    uses_method_positions = options.positions == "own"
     plan = Plan(
         capacity=pairing.capacity if batch.selects_in_prefill else 0,
         is_projected=pruner.after_projector and batch.ranked is None,
         slots=tuple(slots),
         cuts=cuts,
         text_slots=text_slots if any(cut.rows == "text" for cut in cuts) else 0,
-        positions=pruner.method_positions(config) if is_own else options.positions,
+        positions=(pruner.method_positions(config) if uses_method_positions else options.positions),
         max_tokens=options.max_tokens,
         execution=options.execution,
         mesh=mesh,
     )
     layout = PromptLayout(
-        ids=pad_ids(prompts.ids, width),
+        ids=pad_ids(prompts.ids, ids_width),
         length=prompts.length,
         pair=pairing.pair,
         has_image=pairing.has_image,
         grid=batch.grid[pairing.pair],
-        counts=tuple(after[..., 0]),
+        counts=tuple(counts_after[..., 0]),
     )
-    layout, num_kept = place_rows(mesh, layout), stages[-1].sum(1)
+    layout, num_kept = place_rows(mesh, layout), stage_tokens[-1].sum(1)
     return batch._replace(plan=plan, layout=layout, num_kept=num_kept)
 
 
 def _plan_slots(
     config: ModelConfig,
     batch: Batch,
-    stages: Sequence[Int[np.ndarray, "b j"]],
-    limit: int,
+    stage_tokens: Sequence[Int[np.ndarray, "b j"]],
+    context_limit: int,
 ) -> tuple[list[int], int, int]:
-    """Returns the row length of each stage, and the padded numbers of text tokens and of ids."""
+    """Plans the padded lengths of the rows of a batch.
+
+    Args:
+        config: the model's configuration.
+        batch: the batch.
+        stage_tokens: for each stage of the language model, [b, j] number of tokens of each image.
+        context_limit: longest row.
+
+    Returns:
+        slots: row length of each stage.
+        text_slots: padded number of text tokens of a row.
+        ids_width: padded number of ids of a prompt.
+    """
     pairing, prompts, width = batch.pairing, batch.prompts, batch.width
     j = pairing.pair.shape[1]
     if width is not None:
-        capacity = 1  # of the placeholder of a batch without images
+        capacity = 1  # a batch without images has one invalid token
         if batch.selects_in_prefill:
             capacity = pairing.capacity
         elif pairing.n:
             capacity = choose_bucket(pairing.counts, pairing.sizes)
-        max_tokens = [capacity, *(int(tokens.max(initial=0)) for tokens in stages[1:])]
+        max_tokens = [capacity, *(int(tokens.max(initial=0)) for tokens in stage_tokens[1:])]
         return [width + j * count for count in max_tokens], width, width
     if is_joint(config, batch) and enters_known(config, batch.pruner):
-        text = prompts.words.shape[1]
-        slots = joint_rows(config, batch.pruner, n=pairing.n, text=text, stages=stages, limit=limit)
+        text_slots = prompts.words.shape[1]
+        slots = joint_row_lengths(
+            config,
+            batch.pruner,
+            n=pairing.n,
+            text_slots=text_slots,
+            stage_tokens=stage_tokens,
+            context_limit=context_limit,
+        )
     else:
-        slots, text = row_lengths(prompts.num_text, stages, limit)
-    # The largest number of ids that the slots can take, with one more id for a truncated row. The
-    # program then depends on the row length only.
-    return slots, text, slots[0] + j + 1
+        slots, text_slots = row_lengths(prompts.num_text, stage_tokens, context_limit)
+    # A row that fills its slots has at most slots[0] text ids and j sentinels of images; one more
+    # id marks a row that is truncated. The program then depends only on the row length.
+    return slots, text_slots, slots[0] + j + 1
 
 
 def is_joint(config: ModelConfig, batch: Batch) -> bool:
-    """Returns whether a batch has a joint bucket; see `shapes`."""
+    """Returns whether the padded sizes of image and text decide all shapes; see `shapes`."""
     has_images = batch.pairing.n > 0
     num_images = batch.prompts.image_of.shape[1]
     return has_images and batch.width is None and has_joint_bucket(config, num_images)

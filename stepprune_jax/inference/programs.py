@@ -1,9 +1,10 @@
 """From pixels to the first tokens, as pure functions and as the few programs that run them.
 
-If the images' sizes decide the number of kept tokens, one program runs a batch: `first_tokens`. A
-learned stop runs `select` and `prefill`, and the host reads the counts in between. A pruner that
-counts at a cut runs `select`, `prefill_to_cut` and `resume`. Shared work has separate programs: the
-tower once per image (`encode`), and a ranking once for all budgets (`rank`). Weights are arguments
+If the images' sizes decide the number of kept tokens, one program runs a batch: `first_tokens`. For
+a learned stop, the host runs `select`, reads the counts, and runs `prefill`. Some pruners decide
+the number of tokens at a cut, a place between layers of the language model; for these the host runs
+`select`, `prefill_to_cut` and `resume`. Two programs do work that several batches share: `encode`
+runs the tower once per image, and `rank` orders tokens once for all budgets. Weights are arguments
 of every program.
 """
 
@@ -39,21 +40,38 @@ def encode(
     taps: Ordered[Tap],
     plan: Plan,
 ) -> tuple[Float[Array, "i n w"], tuple[Array, ...]]:
-    """Runs the tower over images.
+    """Runs the vision tower over images.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pixels: preprocessed images.
+        taps: intermediate arrays of the tower to return.
+        plan: static part of the program; only `execution` and `mesh` are read.
 
     Returns:
-        The visual tokens before the projector, with their deep features appended, and the taps in
-        the given order.
+        The visual tokens before the projector, with their deep features appended; and the
+        intermediate arrays in the order of `taps`.
     """
-    tokens, by_name = backbone.encode_image(params, pixels, taps, plan.execution)
-    in_order = tuple(by_name[f"{tap.kind}.{tap.layer}"] for tap in taps)
-    return constrain_rows(plan.mesh, (tokens, in_order))
+    tokens, array_of_name = backbone.encode_image(params, pixels, taps, plan.execution)
+    tap_arrays = tuple(array_of_name[f"{tap.kind}.{tap.layer}"] for tap in taps)
+    return constrain_rows(plan.mesh, (tokens, tap_arrays))
 
 
 def make_pruner_inputs(
     params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan
 ) -> PrunerInputs:
-    """Builds the inputs of a pruner from encoded images, with a row for each pair."""
+    """Builds the inputs of a pruner from encoded images.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pairs: the (image, prompt) pairs of a batch, with features.
+        plan: static part of the program; only `is_projected` and `mesh` are read.
+
+    Returns:
+        The inputs, with one row per pair.
+    """
     n, tokens = pairs.features.shape[1], pairs.features[pairs.image]
     if plan.is_projected:
         tokens = backbone.project(params, tokens)
@@ -76,7 +94,18 @@ def make_pruner_inputs(
 
 
 def select(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, plan: Plan) -> Kept:
-    """Selects tokens of each pair, from images before or after the tower."""
+    """Selects tokens of each (image, prompt) pair; runs the tower first if images have pixels.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: the pruner.
+        pairs: the pairs of a batch, with pixels or features.
+        plan: static part of the program.
+
+    Returns:
+        The kept tokens, one row per pair.
+    """
     if pairs.features is None:
         taps = pruner.taps(backbone.config)
         features, taps = encode(params, backbone, pairs.pixels, taps=taps, plan=plan)
@@ -93,23 +122,34 @@ def rank(
     plan: Plan,
     steps: int,
 ) -> Ranking:
-    """Orders the tokens of each pair; the order has `steps` entries."""
+    """Orders the tokens of each (image, prompt) pair; returns the first `steps` of the order."""
     return pruner.rank(make_pruner_inputs(params, backbone, pairs, plan=plan), steps)
 
 
 def build_sequence(
     params: Params, backbone: Backbone, kept: Kept, layout: PromptLayout, *, plan: Plan
 ) -> Sequence:
-    """Projects the kept tokens and puts them in place of the images of each prompt."""
-    # An image fills at most the slots of a row; one more token reveals that the row is truncated.
+    """Projects the kept tokens and puts them in place of the images of each prompt.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        kept: kept tokens, one row per (image, prompt) pair.
+        layout: the prompts, and the pair of each image.
+        plan: static part of the program.
+
+    Returns:
+        The rows before the first layer of the language model.
+    """
+    # An image fills at most the slots of a row. One more token shows that the row is truncated.
     capacity = plan.slots[0]
     kept = jax.tree.map(
-        lambda part: part if part.ndim == 1 else part[:, : capacity + 1],
+        lambda array: array if array.ndim == 1 else array[:, : capacity + 1],
         kept._replace(order=None),
     )
     if not plan.is_projected:
         kept = kept._replace(tokens=backbone.project(params, kept.tokens))
-    kept = jax.tree.map(lambda part: part[layout.pair], kept)
+    kept = jax.tree.map(lambda array: array[layout.pair], kept)  # [r, ...] to [b, j, ...]
     sequence = assemble(
         params,
         backbone,
@@ -132,10 +172,19 @@ def prefill_to_cut(
     *,
     plan: Plan,
 ) -> tuple[vlm.PausedPrefill, Int[Array, "b 2"]]:
-    """Runs the language model to a pruner's cut, whose selection decides the number of tokens.
+    """Runs the language model up to the cut where the pruner decides how many tokens remain.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: a pruner with exactly one cut, a place between layers where it drops tokens.
+        kept: kept tokens before the first layer, one row per (image, prompt) pair.
+        layout: the prompts, and the pair of each image.
+        plan: static part of the program.
 
     Returns:
-        The rows at the cut, and how many tokens of each row remain: all, and visual tokens.
+        The state of the language model at the cut; and [b, 2], the numbers of all tokens and of
+        visual tokens of each row that remain after the cut.
     """
     sequence = build_sequence(params, backbone, kept, layout, plan=plan)
     (cut,) = _make_cuts(pruner, layout, plan)
@@ -148,8 +197,8 @@ def prefill_to_cut(
         execution=plan.execution,
     )
     remains = paused.keep & sequence.rows.valid
-    is_visual = remains & (sequence.image >= 0)
-    counts = jnp.stack([remains.sum(1), is_visual.sum(1)], axis=1)
+    is_remaining_visual = remains & (sequence.image >= 0)
+    counts = jnp.stack([remains.sum(1), is_remaining_visual.sum(1)], axis=1)
     return constrain_rows(plan.mesh, (paused, counts))
 
 
@@ -163,9 +212,24 @@ def prefill(
     *,
     plan: Plan,
 ) -> tuple[Decoding, Trace]:
-    """Runs the language model over prompts with kept tokens, and samples the first tokens."""
+    """Runs the language model over prompts with kept tokens, and samples the first tokens.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: drops further tokens between layers; None if the plan has no cuts.
+        kept: kept tokens, one row per (image, prompt) pair.
+        layout: the prompts, and the pair of each image.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        plan: static part of the program.
+
+    Returns:
+        The decoding state, and the trace of the kept tokens.
+    """
     sequence = build_sequence(params, backbone, kept, layout, plan=plan)
-    state, trace = _prefill_rows(params, backbone, pruner, sequence, layout, sampling, plan)
+    state, trace = _prefill_rows(
+        params, backbone, pruner, sequence, layout=layout, sampling=sampling, plan=plan
+    )
     if kept.order is not None:
         order = jnp.where(layout.has_image[..., None], kept.order[layout.pair], -1)
         trace = trace._replace(order=constrain_rows(plan.mesh, order))
@@ -182,7 +246,20 @@ def first_tokens(
     *,
     plan: Plan,
 ) -> tuple[Decoding, Trace]:
-    """Runs `select` and `prefill` as one program, for counts that the images' sizes decide."""
+    """Runs `select` and `prefill` in one program.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: a pruner whose numbers of kept tokens follow from the images' sizes.
+        pairs: the (image, prompt) pairs of a batch, with pixels.
+        layout: the prompts, and the pair of each image.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        plan: static part of the program.
+
+    Returns:
+        The decoding state, and the trace of the kept tokens.
+    """
     kept = select(params, backbone, pruner, pairs, plan=plan)
     return prefill(params, backbone, pruner, kept, layout, sampling, plan=plan)
 
@@ -197,9 +274,29 @@ def resume(
     *,
     plan: Plan,
 ) -> tuple[Decoding, Trace]:
-    """Runs the language model from the cut of `prefill_to_cut`, and samples the first tokens."""
+    """Continues a prefill from the cut of `prefill_to_cut`, and samples the first tokens.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: the pruner of `prefill_to_cut`.
+        paused: state of the language model at the cut.
+        layout: the prompts, and the pair of each image.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        plan: static part of the program, with the row length after the cut.
+
+    Returns:
+        The decoding state, and the trace of the kept tokens.
+    """
     return _prefill_rows(
-        params, backbone, pruner, paused.sequence, layout, sampling, plan, paused=paused
+        params,
+        backbone,
+        pruner,
+        paused.sequence,
+        layout=layout,
+        sampling=sampling,
+        plan=plan,
+        paused=paused,
     )
 
 
@@ -208,15 +305,29 @@ def _prefill_rows(
     backbone: Backbone,
     pruner: Pruner | None,
     sequence: Sequence,
+    *,
     layout: PromptLayout,
     sampling: Sampling,
     plan: Plan,
-    *,
     paused: vlm.PausedPrefill | None = None,
 ) -> tuple[Decoding, Trace]:
-    """Runs the language model over rows, with the pruner's cuts, and samples the first tokens."""
+    """Runs the language model over rows and samples the first tokens.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        pruner: drops tokens between layers; None if the plan has no cuts.
+        sequence: the rows before the first layer, or at the cut of `paused`.
+        layout: the prompts, and the pair of each image.
+        sampling: how tokens are sampled, from `Sampling.resolve`.
+        plan: static part of the program.
+        paused: state at the cut to continue from; None begins at the first layer.
+
+    Returns:
+        The decoding state, and the trace of the kept tokens.
+    """
     config = backbone.config
-    result = vlm.prefill(
+    prefilled = vlm.prefill(
         params,
         config,
         sequence,
@@ -228,21 +339,31 @@ def _prefill_rows(
     prompt_tokens = None
     if sampling.repetition_penalty is not None:
         prompt_tokens = decoding.mark_tokens(config, layout.ids, sequence)
-    state = decoding.start(result, prompt_tokens, sampling, plan.max_tokens)
-    stages = tuple(rows.without_values() for rows in (sequence, *result.cuts))
-    return constrain_rows(plan.mesh, (state, Trace(result.logits, stages)))
+    state = decoding.start(prefilled, prompt_tokens, sampling, plan.max_tokens)
+    stages = tuple(rows.without_values() for rows in (sequence, *prefilled.cuts))
+    return constrain_rows(plan.mesh, (state, Trace(prefilled.logits, stages)))
 
 
 def _cache_room(plan: Plan) -> int:
-    """Returns the cache slots for new tokens; the last token is never read, so it needs none."""
+    """Returns the number of cache slots for new tokens.
+
+    The last token of an answer needs no slot, because no later token attends to it.
+    """
     return plan.max_tokens - 1
 
 
 def _make_cuts(pruner: Pruner | None, layout: PromptLayout, plan: Plan) -> list[vlm.Cut]:
-    """Builds the cuts of a plan, with the functions of its pruner."""
+    """Builds the cuts of the language model from the cuts of a pruner.
+
+    Args:
+        pruner: selects the tokens at each cut; None if the plan has no cuts.
+        layout: has the number of tokens of each image that remain after each cut.
+        plan: has the pruner's cuts, and the row length of each stage.
+    """
     num_queries = {"last": 1, "text": plan.text_slots}
 
     def make_drop(cut, count):
+        # A function, because a lambda in the loop would capture only the last cut.
         return lambda rows, taps: pruner.drop(cut, rows, taps, count)
 
     return [
@@ -253,7 +374,7 @@ def _make_cuts(pruner: Pruner | None, layout: PromptLayout, plan: Plan) -> list[
             taps=cut.taps,
             rows=num_queries[cut.rows],
             renumber=plan.positions == "compact",
-            forgets=cut.forgets,
+            prunes_cache=cut.prunes_cache,
             probe=pruner.probe(),
         )
         for cut, slots, count in zip(plan.cuts, plan.slots[1:], layout.counts, strict=True)
@@ -261,12 +382,21 @@ def _make_cuts(pruner: Pruner | None, layout: PromptLayout, plan: Plan) -> list[
 
 
 def resize(kept: Kept, *, capacity: int, mesh: Mesh | None) -> Kept:
-    """Pads or truncates the kept tokens to a capacity that holds every row."""
+    """Changes the padded number of kept tokens.
 
-    def fit(part: Array, padding: int | bool) -> Array:
-        part = part[:, :capacity]
-        widths = [(0, 0), (0, capacity - part.shape[1]), *[(0, 0)] * (part.ndim - 2)]
-        return jnp.pad(part, widths, constant_values=padding)
+    Args:
+        kept: kept tokens, one row per (image, prompt) pair.
+        capacity: new padded number of tokens. Later tokens of a row are dropped.
+        mesh: mesh of the weights; None on a single device.
+
+    Returns:
+        The kept tokens, padded or truncated.
+    """
+
+    def fit(array: Array, padding: int | bool) -> Array:
+        array = array[:, :capacity]
+        widths = [(0, 0), (0, capacity - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+        return jnp.pad(array, widths, constant_values=padding)
 
     return constrain_rows(
         mesh,
@@ -295,8 +425,8 @@ run_resize = jax.jit(jax_defaults()(resize), static_argnames=("capacity", "mesh"
 
 
 def num_compiled() -> int:
-    """Returns how many of these programs, and of decoding, this process has compiled so far."""
+    """Returns how many programs of inference this process has compiled so far."""
     programs = run_encode, run_select, run_rank, run_prefill_to_cut
     programs += run_prefill, run_first_tokens, run_resume, decoding.run_decode
-    count = run_take._cache_size() + run_resize._cache_size()
-    return count + sum(program.num_compiled() for program in programs)
+    num_plain = run_take._cache_size() + run_resize._cache_size()
+    return num_plain + sum(program.num_compiled() for program in programs)

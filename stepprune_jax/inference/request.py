@@ -44,36 +44,45 @@ class Request(NamedTuple):
 
     def prompts(self) -> Prompts:
         """Returns the prompts as arrays, padded to buckets."""
-        # Each pair of a width and a row length is a program, so words have few widths.
-        longest = max(map(len, self.question_ids))
-        words = pad_batch(self.question_ids, multiple=words_bucket(longest))
+        # Each width of words needs another program for each row length, so there are few widths.
+        longest_question = max(map(len, self.question_ids))
+        words = pad_batch(self.question_ids, multiple=words_bucket(longest_question))
         b, j = len(self.ids), row_bucket(max(map(len, self.image_of)))
         image_of = np.full((b, j), -1, np.int32)
-        for row, numbers in enumerate(self.image_of):
-            image_of[row, : len(numbers)] = numbers
+        for row, image_rows in enumerate(self.image_of):
+            image_of[row, : len(image_rows)] = image_rows
         return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
 
 
 def join_requests(requests: Sequence[Request]) -> Request:
-    """Joins requests to one request; the tokens kept of each image stay the same."""
-    ids, questions, image_of, images, first = [], [], [], [], 0
+    """Joins the prompts and images of several requests into one request.
+
+    The tokens that a pruner keeps of each image do not change.
+
+    Args:
+        requests: requests with images before the tower.
+
+    Returns:
+        A request with the prompts in the order of `requests`.
+    """
+    ids, question_ids, image_of = [], [], []
+    images_of_requests, num_images = [], 0
     for request in requests:
         ids += request.ids
-        questions += request.question_ids
-        image_of += [tuple(first + row for row in rows) for rows in request.image_of]
+        question_ids += request.question_ids
+        image_of += [tuple(num_images + row for row in rows) for rows in request.image_of]
         if request.images is not None:
-            images.append(request.images)
-            first += len(request.images.grid)
+            images_of_requests.append(request.images)
+            num_images += len(request.images.grid)
     joined = None
-    if images:
-        pixels = join_images([part.pixels for part in images])
+    if images_of_requests:
         joined = Images(
-            grid=np.concatenate([part.grid for part in images]),
-            sizes=np.concatenate([part.sizes for part in images]),
-            seed=np.concatenate([part.seed for part in images]),
-            pixels=pixels,
+            grid=np.concatenate([images.grid for images in images_of_requests]),
+            sizes=np.concatenate([images.sizes for images in images_of_requests]),
+            seed=np.concatenate([images.seed for images in images_of_requests]),
+            pixels=join_images([images.pixels for images in images_of_requests]),
         )
-    return Request(tuple(ids), tuple(questions), joined, tuple(image_of))
+    return Request(tuple(ids), tuple(question_ids), joined, tuple(image_of))
 
 
 def read_request(
@@ -89,17 +98,18 @@ def read_request(
     Args:
         model: the model; its weights are not read.
         prompts: for each prompt a question, or the turns of a conversation that ends with a
-            question. `<image>` may mark the places of images; without marks, images come first.
+            question. `<image>` may mark the places of images; without marks, the images precede the
+            text.
         images: for each prompt its images: a list of paths, bytes of files or Pillow images, a
             single image without a list, or None. The same path, bytes or object is read and encoded
             once.
         system: replaces the system prompt of the model's template; None keeps the template's
             prompt.
         as_shown: whether images are turned by their EXIF orientation and get a white background;
-            otherwise they are read as stored, see `data.images.open_image`.
+            False reads images as stored, see `data.images.open_image`.
 
     Returns:
-        The request.
+        The ids of the prompts, and the pixels of the distinct images.
 
     Raises:
         FileNotFoundError: an image is missing.
@@ -109,31 +119,31 @@ def read_request(
             message names the prompt or the image.
     """
     backbone = model.backbone
-    rows = _check_arguments(model, prompts, images, system)
-    image_rows: dict[str | bytes | int, int] = {}
+    images_of_prompts = _check_arguments(model, prompts, images, system)
+    image_row: dict[str | bytes | int, int] = {}  # row in `pixels` by the image's identity
     pixels: list[Pixels] = []
     ids, questions, image_of = [], [], []
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+    for prompt_index, prompt in enumerate(prompts):
         try:
-            row = _as_images(row)
-            turns = _turns(prompt, len(row), backbone)
+            prompt_images = _as_list(images_of_prompts[prompt_index])
+            turns = _mark_images(prompt, len(prompt_images), backbone)
             text = backbone.conversation(turns, system)
-            ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(row))))
+            ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(prompt_images))))
             check_ids(ids[-1], backbone.config.text.vocab_size)
         except (TypeError, UserError) as error:
-            prefix = f"prompt {number}: " if len(prompts) > 1 else ""
+            prefix = f"prompt {prompt_index}: " if len(prompts) > 1 else ""
             raise type(error)(f"{prefix}{error}") from error
         questions.append(question_ids(model.tokenizer, turns))
-        for place, image in enumerate(row):
-            if _identity(image) in image_rows:
+        for image_index, image in enumerate(prompt_images):
+            if _identity(image) in image_row:
                 continue
-            image_rows[_identity(image)] = len(pixels)
-            with naming(_name(image, place, number, turns[-1])):
+            image_row[_identity(image)] = len(pixels)
+            with naming(_describe_image(image, image_index, prompt_index, turns[-1])):
                 opened = open_image(image, as_shown=as_shown)
                 pixels.append(backbone.preprocess(model.image_settings, [opened]))
-        image_of.append(tuple(image_rows[_identity(image)] for image in row))
-    read = read_images(backbone, pixels) if pixels else None
-    return Request(tuple(ids), tuple(questions), read, tuple(image_of))
+        image_of.append(tuple(image_row[_identity(image)] for image in prompt_images))
+    distinct_images = read_images(backbone, pixels) if pixels else None
+    return Request(tuple(ids), tuple(questions), distinct_images, tuple(image_of))
 
 
 def _check_arguments(
@@ -142,22 +152,33 @@ def _check_arguments(
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None,
     system: str | None,
 ) -> list[Sequence[ImageLike] | ImageLike | None]:
-    """Checks the arguments of `read_request`; returns the images of each prompt."""
+    """Checks the arguments of `read_request`.
+
+    Returns:
+        The images of each prompt as the caller wrote them; None for a prompt without images.
+
+    Raises:
+        TypeError: `prompts` is a string.
+        UserError: no prompts, a wrong number of images, an image mark in the system prompt, or a
+            model without a tokenizer or image settings.
+    """
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
-    rows = [None] * len(prompts) if images is None else list(images)
+    images_of_prompts = [None] * len(prompts) if images is None else list(images)
     if model.tokenizer is None:
         raise UserError("the model has no tokenizer: load it with load_vlm")
-    if model.image_settings is None and any(row is not None for row in rows):
+    has_images = any(prompt_images is not None for prompt_images in images_of_prompts)
+    if model.image_settings is None and has_images:
         raise UserError("the model has no image settings: load it with load_vlm")
     if not len(prompts):
         raise UserError("prompts is empty, expected at least one")
-    if len(rows) != len(prompts):
-        raise UserError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
+    if len(images_of_prompts) != len(prompts):
+        num_entries = len(images_of_prompts)
+        raise UserError(f"images has {num_entries} entries for {len(prompts)} prompt(s)")
     if IMAGE_MARK in (system or ""):
         raise UserError(f"{IMAGE_MARK} is not allowed in the system prompt, only in prompts")
     _check_utf8(system or "")
-    return rows
+    return images_of_prompts
 
 
 def _identity(image: ImageLike) -> str | bytes | int:
@@ -167,37 +188,54 @@ def _identity(image: ImageLike) -> str | bytes | int:
     return image if isinstance(image, bytes) else id(image)
 
 
-def _name(image: ImageLike, place: int, number: int, question: str) -> str:
-    """Returns the name of an image in errors: its file, or its place in a prompt."""
+def _describe_image(image: ImageLike, image_index: int, prompt_index: int, question: str) -> str:
+    """Describes an image in error messages by its path, or by its index in a prompt."""
     if isinstance(image, str | Path):
         return str(image)
-    words = question.replace(IMAGE_MARK, "").strip()
-    return f"image {place} of prompt {number} ({words[:40]!r})"
+    text = question.replace(IMAGE_MARK, "").strip()
+    return f"image {image_index} of prompt {prompt_index} ({text[:40]!r})"
 
 
-def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
-    """Returns the images of one prompt as a list."""
-    if row is None:
+def _as_list(images: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
+    """Returns the images of one prompt as a list.
+
+    Raises:
+        TypeError: an image is neither a path, nor bytes, nor a Pillow image.
+    """
+    if images is None:
         return []
-    images = list(row) if isinstance(row, list | tuple) else [row]
-    for image in images:
+    image_list = list(images) if isinstance(images, list | tuple) else [images]
+    for image in image_list:
         if not isinstance(image, ImageLike):
-            kind = type(image).__name__
-            raise TypeError(f"expected images as paths, bytes or Pillow images, got {kind}")
-    return images
+            type_name = type(image).__name__
+            raise TypeError(f"expected images as paths, bytes or Pillow images, got {type_name}")
+    return image_list
 
 
 def _check_utf8(text: str) -> None:
-    """Raises a UserError if a text cannot be encoded, such as one with half a surrogate pair."""
+    """Raises a UserError if a text cannot be encoded as UTF-8, such as an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = f"{text[error.start]!a} at character {error.start}"
-        raise UserError(f"the prompt is not UTF-8 text: {place}") from error
+        character = f"{text[error.start]!a} at character {error.start}"
+        raise UserError(f"the prompt is not UTF-8 text: {character}") from error
 
 
-def _turns(prompt: Prompt, num_images: int, backbone: Backbone) -> list[str]:
-    """Returns the turns of a conversation, with image marks where the model expects them."""
+def _mark_images(prompt: Prompt, num_images: int, backbone: Backbone) -> list[str]:
+    """Checks a prompt, and marks the places of its images.
+
+    Args:
+        prompt: a question, or the turns of a conversation.
+        num_images: number of images of the prompt.
+        backbone: the model, which knows where images belong.
+
+    Returns:
+        The turns of the conversation, with an image mark for each image.
+
+    Raises:
+        TypeError: the prompt is neither a string nor a list of strings.
+        UserError: the conversation ends with an answer, or the question is empty.
+    """
     turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
@@ -205,7 +243,7 @@ def _turns(prompt: Prompt, num_images: int, backbone: Backbone) -> list[str]:
         raise UserError(f"a conversation of {len(turns)} turns ends with an answer, not a question")
     for turn in turns:
         _check_utf8(turn)
-    # An answer cannot contain an image, but a model may have written the mark.
+    # Answers contain no images, but an earlier answer of a model may contain the mark as text.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
     num_marks = sum(turn.count(IMAGE_MARK) for turn in turns)
     question = turns[-1].replace(IMAGE_MARK, "").strip()

@@ -15,15 +15,15 @@ from stepprune_jax.user_input import expect
 
 
 class Sampling(NamedTuple):
-    """Settings of sampling. Another value of a number compiles no program.
+    """Settings of sampling.
 
-    Users write a seed, and None for the values of the model. `resolve` turns these into the arrays
-    that programs read, the *resolved* form. Greedy decoding, sampling and a repetition penalty have
-    different programs.
+    Users write numbers, with None for a default of the model. `resolve` converts the numbers to the
+    arrays that programs read; the result is called *resolved*. Different numbers need no
+    compilation. Greedy decoding, sampling and a repetition penalty are different programs.
 
     Attributes:
-        key: a seed, or a PRNG key; each row of a batch samples from its own key, see
-            `decoding.row_keys`. The same key gives the same answer. Resolved: None if greedy.
+        key: a seed, or a PRNG key. `decoding.row_keys` derives one key per row of a batch. The same
+            key gives the same answer. Resolved: None if greedy.
         temperature: sampling temperature, the divisor of the logits; 0 is greedy. Resolved: None if
             greedy.
         top_p: probability mass to sample from, see `nucleus`. Resolved: None if greedy.
@@ -39,7 +39,12 @@ class Sampling(NamedTuple):
     repetition_penalty: ArrayLike | None = None
 
     def check(self) -> None:
-        """Raises a ValueError that names a value out of its range."""
+        """Checks the values that a user has written.
+
+        Raises:
+            ValueError: a value is out of its range; the message names the value.
+        """
+        # numpy scalars are checked as Python numbers.
         temperature, top_p, penalty, seed = (
             value.item() if isinstance(value, np.generic) else value
             for value in (self.temperature, self.top_p, self.repetition_penalty, self.key)
@@ -59,17 +64,19 @@ class Sampling(NamedTuple):
         """Returns the resolved form, the arrays that programs read.
 
         Args:
-            stop_ids: stop ids of the model, in place of None.
-            repetition_penalty: penalty of the model, in place of None.
+            stop_ids: stop ids of the model, used if `self.stop_ids` is None.
+            repetition_penalty: penalty of the model, used if `self.repetition_penalty` is None.
         """
-        key, temperature, top_p, penalty = None, None, None, self.repetition_penalty
-        penalty = repetition_penalty if penalty is None else penalty
+        key, temperature, top_p = None, None, None  # of greedy decoding
         if self.temperature:
             key = self.key
             if not isinstance(key, jax.Array | np.ndarray):
                 key = jax.random.key(key, impl=THREEFRY)
             key = threefry(key)
             temperature, top_p = np.float32(self.temperature), np.float32(self.top_p)
+        penalty = self.repetition_penalty
+        if penalty is None:
+            penalty = repetition_penalty
         return Sampling(
             key=key,
             temperature=temperature,
@@ -98,7 +105,7 @@ def penalise(
         penalty: a positive number; 1 changes nothing.
 
     Returns:
-        [..., v] float32.
+        [..., v] float32 logits.
     """
     logits = logits.astype(jnp.float32)
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -112,20 +119,20 @@ def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v
 
     Args:
         logits: [..., v] float32, already divided by the temperature.
-        top_p: mass in (0, 1].
+        top_p: probability in (0, 1].
 
     Returns:
-        [..., v] True = in the set.
+        [..., v] True = the token is in the set.
     """
     prob = jax.nn.softmax(logits, axis=-1)
     order = jnp.argsort(-prob, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(prob, order, axis=-1)
-    mass = jnp.cumsum(ranked, axis=-1)
-    # A token belongs to the set if the mass of all likelier tokens is below `top_p`.
-    before = jnp.concatenate([jnp.zeros_like(mass[..., :1]), mass[..., :-1]], axis=-1)
-    kept = (before < top_p).at[..., 0].set(True)
+    sorted_prob = jnp.take_along_axis(prob, order, axis=-1)
+    cumulative = jnp.cumsum(sorted_prob, axis=-1)
+    # A token belongs to the set if the likelier tokens have a total probability below `top_p`.
+    prob_before = jnp.pad(cumulative[..., :-1], [(0, 0)] * (cumulative.ndim - 1) + [(1, 0)])
+    is_in_set = (prob_before < top_p).at[..., 0].set(True)
     rank = jnp.argsort(order, axis=-1)
-    return jnp.take_along_axis(kept, rank, axis=-1)
+    return jnp.take_along_axis(is_in_set, rank, axis=-1)
 
 
 def sample(
@@ -136,14 +143,14 @@ def sample(
 ) -> Int[Array, "*b"]:
     """Samples one token per row.
 
-    Temperature and `top_p` may be traced: another value compiles nothing, and computation that a
-    value does not need is skipped.
+    Temperature and `top_p` may be traced, so different values need no compilation. `lax.cond` skips
+    the computation that a value does not need.
 
     Args:
         key: PRNG key; consumed. None if `temperature` is None.
         logits: [..., v] logits of the next token; converted to float32.
-        temperature: divisor of the logits. 0 selects the largest logit, lowest id first. None does
-            the same in a program without sampling.
+        temperature: divisor of the logits. 0 selects the largest logit; of equal logits, the lowest
+            id. None does the same and builds a program without sampling.
         top_p: tokens are sampled from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
 
     Returns:
@@ -159,15 +166,15 @@ def sample(
     temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
 
     def sampled():
-        # The logits are shifted first, because a tiny temperature would overflow otherwise.
+        # The largest logit becomes 0, so that a tiny temperature does not overflow.
         scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
         lowest = jnp.finfo(jnp.float32).min
         scaled = jnp.maximum(scaled, lowest)
-        kept = jax.lax.cond(
+        nucleus_logits = jax.lax.cond(
             top_p < 1,
             lambda: jnp.where(nucleus(scaled, top_p), scaled, lowest),
             lambda: scaled,
         )
-        return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
+        return jax.random.categorical(key, nucleus_logits, axis=-1).astype(jnp.int32)
 
     return jax.lax.cond(temperature > 0, sampled, greedy)

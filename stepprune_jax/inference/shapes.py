@@ -20,44 +20,67 @@ from stepprune_jax.pruning import Pruner
 def exact_counts(
     config: ModelConfig, pruner: Pruner, image_sizes: Int[np.ndarray, "r"]
 ) -> Int[np.ndarray, "r"]:
-    """Returns how many tokens of each image enter the language model, or all if not yet known."""
+    """Returns how many tokens of each image enter the language model.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        image_sizes: [r] number of tokens of each image before pruning.
+
+    Returns:
+        [r] int32 counts; the number of all tokens if a learned stop decides the count later.
+    """
     sizes = image_sizes.tolist()
-    entering = {size: pruner.schedule(config, size).enter for size in set(sizes)}
-    counts = [size if entering[size] is None else entering[size] for size in sizes]
+    count_of_size = {size: pruner.schedule(config, size).enter for size in set(sizes)}
+    counts = [size if count_of_size[size] is None else count_of_size[size] for size in sizes]
     return np.array(counts, np.int32)
 
 
 def counts_after_cuts(
     config: ModelConfig, pruner: Pruner, image_tokens: Int[np.ndarray, "b j"], num_cuts: int
 ) -> Int[np.ndarray, "cuts b j 2"]:
-    """Evaluates `Schedule.after` for each image: kept and merged tokens; 0 without an image."""
+    """Counts the tokens of each image after each cut, a place between layers that drops tokens.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        image_tokens: [b, j] tokens of each image that enter the language model; 0 without an image.
+        num_cuts: number of cuts of the pruner.
+
+    Returns:
+        [cuts, b, j, 2] numbers of kept and of merged tokens, from `Schedule.after`.
+    """
     counts = np.zeros((num_cuts, *image_tokens.shape, 2), np.int32)
-    for size in set(image_tokens[image_tokens > 0].tolist()) if num_cuts else ():
-        after = np.array(pruner.schedule(config, size).after)
-        counts[:, image_tokens == size] = after[:, None]
+    if not num_cuts:
+        return counts
+    for size in set(image_tokens[image_tokens > 0].tolist()):
+        survivors = np.array(pruner.schedule(config, size).after)  # [cuts, 2]
+        counts[:, image_tokens == size] = survivors[:, None]
     return counts
 
 
 def row_lengths(
-    num_text: Int[np.ndarray, "b"], stages: Sequence[Int[np.ndarray, "b j"]], limit: int
+    num_text: Int[np.ndarray, "b"],
+    stage_tokens: Sequence[Int[np.ndarray, "b j"]],
+    context_limit: int,
 ) -> tuple[list[int], int]:
-    """Pads the lengths of rows to buckets.
+    """Rounds the longest row of each stage up to a bucket.
 
     Args:
-        num_text: [b] text tokens of each row.
-        stages: [b, j] tokens of each image at each stage of the language model.
-        limit: the longest row.
+        num_text: [b] number of text tokens of each row.
+        stage_tokens: for each stage of the language model, [b, j] number of tokens of each image.
+        context_limit: longest row.
 
     Returns:
-        The row length of each stage, and the padded number of text tokens.
+        The padded row length of each stage, and the padded number of text tokens.
     """
-    totals = [int((num_text + tokens.sum(1)).max()) for tokens in stages]
-    slots = [length_bucket(min(total, limit), limit) for total in totals]
-    return slots, length_bucket(int(num_text.max()), limit, 16)
+    longest_rows = [int((num_text + tokens.sum(1)).max()) for tokens in stage_tokens]
+    slots = [length_bucket(min(longest, context_limit), context_limit) for longest in longest_rows]
+    return slots, length_bucket(int(num_text.max()), context_limit, smallest=16)
 
 
 def varies_freely(config: ModelConfig) -> bool:
-    """Returns whether images have any number of tokens, rather than numbers that tiles allow."""
+    """Returns whether an image may have any number of tokens, without a grid of fixed tiles."""
     return config.sizes_vary and not config.is_tiled
 
 
@@ -71,10 +94,10 @@ def enters_known(config: ModelConfig, pruner: Pruner) -> bool:
     return pruner.schedule(config, config.max_image_tokens).enter is not None
 
 
-def joint_text(config: ModelConfig, pruner: Pruner, prompts: Prompts) -> int:
-    """Returns the padded number of words of a joint bucket.
+def joint_text_width(config: ModelConfig, pruner: Pruner, prompts: Prompts) -> int:
+    """Returns the padded number of question words of a batch with a joint bucket.
 
-    If `enters_known`, this is the padded number of text tokens as well.
+    If `enters_known`, the text tokens of the prompts are padded to the same number.
     """
     longest = int(prompts.num_words.max(initial=1))
     if enters_known(config, pruner):
@@ -82,30 +105,34 @@ def joint_text(config: ModelConfig, pruner: Pruner, prompts: Prompts) -> int:
     return text_bucket(longest)
 
 
-def joint_rows(
+def joint_row_lengths(
     config: ModelConfig,
     pruner: Pruner,
     *,
     n: int,
-    text: int,
-    stages: Sequence[Int[np.ndarray, "b j"]],
-    limit: int,
+    text_slots: int,
+    stage_tokens: Sequence[Int[np.ndarray, "b j"]],
+    context_limit: int,
 ) -> list[int]:
-    """Returns the row length of each stage of a joint bucket, which has room for n image tokens.
+    """Returns the row length of each stage of the language model for a joint bucket.
+
+    The length has room for the tokens that the pruner would keep of an image of n tokens, so all
+    images that are padded to n tokens share a program.
 
     Args:
         config: the model's configuration.
         pruner: the pruner.
         n: padded number of tokens of each image.
-        text: padded number of text tokens.
-        stages: [b, j] tokens of each image at each stage.
-        limit: the longest row.
+        text_slots: padded number of text tokens.
+        stage_tokens: for each stage, [b, j] number of tokens of each image.
+        context_limit: longest row.
     """
     schedule, slots = pruner.schedule(config, n), []
-    planned_counts = schedule.enter, *map(sum, schedule.after)
-    for planned_count, tokens in zip(planned_counts, stages, strict=True):
-        count = max(planned_count or 0, int(tokens.sum(1).max()))
-        slots.append(min(limit, text + (n if count == n else kept_bucket(count))))
+    counts_of_n = schedule.enter, *map(sum, schedule.after)
+    for count_of_n, tokens in zip(counts_of_n, stage_tokens, strict=True):
+        count = max(count_of_n or 0, int(tokens.sum(1).max()))
+        image_slots = n if count == n else kept_bucket(count)
+        slots.append(min(context_limit, text_slots + image_slots))
     return slots
 
 
@@ -116,33 +143,34 @@ def list_texts(
     texts: range,
     limit: int,
 ) -> list[int]:
-    """Lists lengths of text that together have every shape of rows that a range of lengths has.
+    """Lists one length of text for each shape of rows, so that a caller can compile every shape.
 
     Args:
         config: the model's configuration.
         pruner: the pruner.
-        counts: tokens of each image of a row that enter the language model.
-        texts: the lengths of text.
+        counts: for each image of a row, the number of tokens that enter the language model.
+        texts: the range of lengths of text, in tokens.
         limit: the longest row.
 
     Returns:
-        Lengths of the range, ascending, one for each shape.
+        Lengths of `texts`, ascending. Every other length of `texts` has the shape of one of them.
     """
     image_tokens = np.asarray(counts, np.int32).reshape(1, -1)
     cuts = pruner.cuts(config, config.max_image_tokens) if len(counts) else ()
-    after = counts_after_cuts(config, pruner, image_tokens, len(cuts))
-    stages = [image_tokens, *(tokens.sum(2) for tokens in after)]
+    counts_after = counts_after_cuts(config, pruner, image_tokens, len(cuts))
+    stage_tokens = [image_tokens, *(tokens.sum(2) for tokens in counts_after)]
     reads_text = any(cut.rows == "text" for cut in cuts)
     is_joint = has_joint_bucket(config, len(counts)) and enters_known(config, pruner)
 
-    def shape_of(text: int) -> Hashable:
+    def shape_of(length: int) -> Hashable:
         if is_joint:
-            return text_bucket(text)
-        slots, text_slots = row_lengths(np.array([text]), stages, limit)
+            return text_bucket(length)
+        slots, text_slots = row_lengths(np.array([length]), stage_tokens, limit)
         return *slots, text_slots if reads_text else 0
 
     def list_between(first: int, last: int) -> list[int]:
-        if first == last or shape_of(first) == shape_of(last):  # sizes grow with the text
+        """Bisects: if both ends have one shape, all lengths between the ends have this shape."""
+        if first == last or shape_of(first) == shape_of(last):
             return [first]
         middle = (first + last) // 2
         lower, upper = list_between(first, middle), list_between(middle + 1, last)

@@ -29,11 +29,13 @@ def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 class TextStream:
-    """Turns tokens into pieces of text that concatenate to `answer_text` of all of them.
+    """Decodes an answer token by token into pieces of text.
 
-    Text that a later token could still change is held back: white space at the end, because the
-    text of an answer is stripped; incomplete characters; a run of byte tokens, because one bad byte
-    makes all of them unknown; and a possible beginning of a stop text.
+    The concatenation of all pieces is `answer_text` of all tokens. A piece never contains text that
+    a later token could change. These kinds of text wait for later tokens: white space at the end,
+    because the text of an answer is stripped; incomplete characters; a run of byte tokens, because
+    one invalid byte makes the decoder replace the entire run; and a possible beginning of a stop
+    text.
 
     Attributes:
         stopped: whether a stop text has ended the answer. The answer does not include the stop
@@ -49,22 +51,22 @@ class TextStream:
         """
         self._tokenizer, self._stop, self.stopped = tokenizer, stop, False
         self._ids: list[int] = []
-        self._settled = 0
-        self._written = ""
+        self._num_final = 0  # ids before the current run of byte tokens
+        self._returned = ""  # concatenation of the pieces so far
 
     def add(self, token: int) -> str:
         """Adds a token; tokens after a stop text are ignored.
 
         Args:
-            token: the id.
+            token: id of the token.
 
         Returns:
-            The text that has become final; often empty.
+            The next piece of text; often empty.
         """
         if self.stopped:
             return ""
         self._ids.append(token)
-        if self._stop:  # a stop text may be complete before its bytes are final
+        if self._stop:  # a stop text may be complete while its bytes still wait
             decoded = _decode(self._tokenizer, self._ids)
             self.stopped = any(text in decoded for text in self._stop)
             if self.stopped:
@@ -73,54 +75,59 @@ class TextStream:
         is_byte = isinstance(name, str) and _BYTE.fullmatch(name)
         # Tokens without text, such as special ones, do not end a run of bytes.
         if not is_byte and _decode(self._tokenizer, [token]):
-            self._settled = len(self._ids)
-        text = _decode(self._tokenizer, self._ids[: self._settled]).rstrip(_UNKNOWN)
-        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return self._advance(text[: len(text) - num_held].strip())
+            self._num_final = len(self._ids)
+        text = _decode(self._tokenizer, self._ids[: self._num_final]).rstrip(_UNKNOWN)
+        num_waiting = max((_overlap(text, stop) for stop in self._stop), default=0)
+        return self._next_piece(text[: len(text) - num_waiting].strip())
 
     def finish(self) -> str:
-        """Returns the text that was held back, after the last token."""
+        """Returns the last piece of text, after the last token."""
         text = _decode(self._tokenizer, self._ids)
-        ends = [text.find(stop) for stop in self._stop if stop in text]
-        return self._advance(text[: min(ends, default=None)].strip())
+        stop_starts = [text.find(stop) for stop in self._stop if stop in text]
+        return self._next_piece(text[: min(stop_starts, default=None)].strip())
 
-    def _advance(self, text: str) -> str:
-        """Returns the part of `text` after the text that earlier calls returned."""
-        if not text.startswith(self._written):
+    def _next_piece(self, text: str) -> str:
+        """Returns the part of `text` that earlier calls have not returned.
+
+        Returns "" if `text` does not begin with the returned text, as at white space that was
+        stripped from its end.
+        """
+        if not text.startswith(self._returned):
             return ""
-        piece = text[len(self._written) :]
-        self._written = text
+        piece = text[len(self._returned) :]
+        self._returned = text
         return piece
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns how many characters at the end of a text are the beginning of a stop text."""
-    longest = min(len(text), len(stop) - 1)
-    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+    """Returns the length of the longest incomplete beginning of `stop` at the end of `text`."""
+    max_length = min(len(text), len(stop) - 1)
+    return next((length for length in range(max_length, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 def stream_text(
     tokenizer: Tokenizer, tokens: Generator[tuple[int, int], None, Answers]
 ) -> Generator[str, None, Answers]:
-    """Turns the ids of one answer into pieces of text.
+    """Decodes the tokens of one answer as they arrive.
 
     Args:
         tokenizer: a `transformers` tokenizer.
-        tokens: (row, id) of each token of a single row, as from `Generator.stream`.
+        tokens: generator of (row, id) of each token of a single row, such as `Generator.stream`. An
+            id of -1 is ignored.
 
     Yields:
-        One piece per token: the text that has become final, often empty. After the last token one
-        more piece, the text that was held back.
+        One piece of text per token, often empty, and a last piece after all tokens; see
+        `TextStream`.
 
     Returns:
-        The value of `tokens`.
+        The value that `tokens` returns.
     """
-    text = TextStream(tokenizer)
+    text_stream = TextStream(tokenizer)
     while True:
         try:
             _, token = next(tokens)
         except StopIteration as end:
-            yield text.finish()
+            yield text_stream.finish()
             return end.value
         if token >= 0:
-            yield text.add(token)
+            yield text_stream.add(token)

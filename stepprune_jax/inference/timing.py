@@ -15,8 +15,7 @@ from stepprune_jax.inference.text import stream_text
 class Compiling:
     """Context manager that measures the seconds of tracing, lowering and compiling.
 
-    jax reports each span at its end, and a span may lie within another span. Time that several
-    spans cover counts once. ::
+    jax reports each span of time at its end, and spans may be nested. Nested spans count once. ::
 
         with Compiling() as compiling:
             answer = generator.answer(request)
@@ -24,30 +23,31 @@ class Compiling:
     """
 
     def __init__(self):
-        self._spans: list[tuple[float, float]] = []
-        self._on = False
+        self._spans: list[tuple[float, float]] = []  # disjoint (start, end) times
+        self._is_active = False
 
     def __enter__(self) -> "Compiling":
-        self._on = True
-        jax.monitoring.register_event_duration_secs_listener(self._note)
+        self._is_active = True
+        jax.monitoring.register_event_duration_secs_listener(self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._on = False
-        jax.monitoring.unregister_event_duration_listener(self._note)
+        self._is_active = False
+        jax.monitoring.unregister_event_duration_listener(self._record)
 
-    def _note(self, event: str, seconds: float, **_: object) -> None:
-        if not self._on or not event.startswith("/jax/core/compile/"):
+    def _record(self, event: str, seconds: float, **_: object) -> None:
+        """Records a span that ends now, in place of the spans that it includes."""
+        if not self._is_active or not event.startswith("/jax/core/compile/"):
             return
-        end = time.perf_counter()
-        begin = end - seconds
-        self._spans = [span for span in self._spans if span[1] <= begin]
-        self._spans.append((begin, end))
+        end_time = time.perf_counter()
+        start_time = end_time - seconds
+        self._spans = [span for span in self._spans if span[1] <= start_time]
+        self._spans.append((start_time, end_time))
 
     @property
     def seconds(self) -> float:
-        """Seconds until now."""
-        return sum((end - begin for begin, end in self._spans), 0.0)
+        """Seconds of compilation until now."""
+        return sum((end_time - start_time for start_time, end_time in self._spans), 0.0)
 
 
 class Times(NamedTuple):
@@ -65,10 +65,10 @@ class Times(NamedTuple):
     tokens_per_s: float
 
     def __str__(self) -> str:
-        first = f"{1000 * self.first_token:.1f} ms"
+        delay = f"{1000 * self.first_token:.1f} ms"
         if self.compiling:
-            first = f"{self.first_token:.1f} s, {self.compiling:.1f} of it preparing programs"
-        return f"first token after {first}, {self.tokens_per_s:.1f} tokens/s"
+            delay = f"{self.first_token:.1f} s, {self.compiling:.1f} of it preparing programs"
+        return f"first token after {delay}, {self.tokens_per_s:.1f} tokens/s"
 
 
 def timed_answer(
@@ -81,14 +81,14 @@ def timed_answer(
 
     Args:
         generator: answers the request.
-        request: the request.
-        write: called with each piece of text as it becomes final.
-        trace: as in `Generator.stream`.
+        request: a request with one prompt.
+        write: called with each piece of text that no later token can change.
+        trace: called with the result of the prefill.
 
     Returns:
         The answer, and its times.
     """
-    start, first_token, first_compiling, num_pieces = time.perf_counter(), 0.0, 0.0, 0
+    start_time, first_token, first_compiling, num_pieces = time.perf_counter(), 0.0, 0.0, 0
     with Compiling() as compiling:
         pieces = stream_text(generator.model.tokenizer, generator.stream(request, trace))
         while True:
@@ -98,10 +98,12 @@ def timed_answer(
                 (answer,) = end.value
                 break
             if not num_pieces:
-                first_token, first_compiling = time.perf_counter() - start, compiling.seconds
+                first_token = time.perf_counter() - start_time
+                first_compiling = compiling.seconds
             num_pieces += 1
             write(piece)
-        total = time.perf_counter() - start - compiling.seconds
+        seconds = time.perf_counter() - start_time - compiling.seconds
     num_steps = len(answer.token_ids) - 1
-    decoding = total - (first_token - first_compiling)
-    return answer, Times(first_token, first_compiling, num_steps / decoding if num_steps else 0.0)
+    decoding_seconds = seconds - (first_token - first_compiling)
+    tokens_per_s = num_steps / decoding_seconds if num_steps else 0.0
+    return answer, Times(first_token, first_compiling, tokens_per_s)

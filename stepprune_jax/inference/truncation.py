@@ -25,12 +25,18 @@ def count_embeddings(
 def truncate_images(
     prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int
 ) -> Int[np.ndarray, "q j"]:
-    """Returns the number of tokens of each image among the first `limit` embeddings; may warn.
+    """Counts the tokens of each image that remain if prompts are truncated to `limit` embeddings.
 
     Args:
         prompts: the prompts.
         image_tokens: [q, j] tokens of each image, 0 where a prompt has no image.
-        limit: the longest row.
+        limit: maximum number of embeddings, of text and images, of a prompt.
+
+    Returns:
+        [q, j] tokens of each image among the first `limit` embeddings.
+
+    Warns:
+        UserWarning: a prompt has more than `limit` embeddings.
     """
     lengths = count_embeddings(prompts, image_tokens)
     if lengths.max() <= limit:
@@ -38,19 +44,25 @@ def truncate_images(
     _warn(prompts, lengths, limit)
     truncated = image_tokens.copy()
     for row in np.flatnonzero(lengths > limit):
-        images = row, prompts.image_of[row] >= 0
+        has_image = prompts.image_of[row] >= 0
         ids = prompts.ids[row, : prompts.length[row]]
-        truncated[images] = truncated_images(ids, image_tokens[images], limit)
+        truncated[row, has_image] = truncated_images(ids, image_tokens[row, has_image], limit)
     return truncated
 
 
 def truncate_prompts(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int) -> Prompts:
-    """Returns prompts without the text after the first `limit` embeddings; may warn.
+    """Removes the text after the first `limit` embeddings of each prompt.
 
     Args:
         prompts: the prompts.
-        image_tokens: [q, j] all tokens of each image, 0 where a prompt has no image.
-        limit: the longest row, which holds the images of each prompt.
+        image_tokens: [q, j] number of all tokens of each image, 0 where a prompt has no image.
+        limit: maximum number of embeddings of a prompt. The images of each prompt must fit.
+
+    Returns:
+        The prompts with their new lengths.
+
+    Warns:
+        UserWarning: a prompt has more than `limit` embeddings.
     """
     lengths = count_embeddings(prompts, image_tokens)
     if lengths.max(initial=0) <= limit:
@@ -63,20 +75,20 @@ def truncate_prompts(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], lim
 def check_lengths(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int) -> None:
     """Raises a UserError that names the longest prompt if it exceeds `limit` embeddings."""
     lengths = count_embeddings(prompts, image_tokens)
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > limit:
+    longest_row = int(np.argmax(lengths))
+    if lengths[longest_row] > limit:
         raise UserError(
-            f"question {longest} takes {lengths[longest]} embeddings with all visual tokens, more "
-            f"than {limit}: its end would be truncated"
+            f"question {longest_row} takes {lengths[longest_row]} embeddings with all visual "
+            f"tokens, more than {limit}: its end would be truncated"
         )
 
 
 def _warn(prompts: Prompts, lengths: Int[np.ndarray, "q"], limit: int) -> None:
-    """Warns that prompts lose their ends."""
-    number, num_further = prompts.number[np.argmax(lengths)], int((lengths > limit).sum()) - 1
-    further = f"; so were {num_further} other prompts" if num_further else ""
+    """Warns that prompts longer than `limit` were truncated; names the longest prompt."""
+    number, num_others = prompts.number[np.argmax(lengths)], int((lengths > limit).sum()) - 1
+    ending = f"; so were {num_others} other prompts" if num_others else ""
     warnings.warn(
         f"prompt {number} of {lengths.max()} embeddings was truncated to its first {limit}: its "
-        f"end, and so the question, may be lost{further}",
+        f"end, and so the question, may be lost{ending}",
         stacklevel=4,
     )

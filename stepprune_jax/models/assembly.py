@@ -18,12 +18,14 @@ from stepprune_jax.user_input import expect
 
 
 class _IdKinds(NamedTuple):
-    """Kinds of the ids of prompts.
+    """The kind of each id of the prompts.
+
+    A sentinel is the id -200, which marks the place of an image.
 
     Attributes:
         is_text: [b, l] True = text token.
         is_image: [b, l] True = sentinel of an image that exists.
-        image: [b, l] number of that image; 0 at other ids.
+        image: [b, l] number of the sentinel's image in its row; 0 at other ids.
     """
 
     is_text: Bool[Array, "b l"]
@@ -42,9 +44,11 @@ def assemble(
     positions: str = "original",
     capacity: int | None = None,
 ) -> Sequence:
-    """Replaces each image's sentinel by the kept tokens of that image.
+    """Builds rows from text, with the kept tokens of each image in place of its sentinel.
 
-    Images without a sentinel and sentinels without an image are dropped.
+    A sentinel is the id -200 in a prompt. The first sentinel of a row stands for the first image,
+    and so on. Images without a sentinel and sentinels without an image are dropped. Axes: b
+    prompts, l ids, j images per prompt, k kept tokens per image, s slots per row.
 
     Args:
         params: the model's weights.
@@ -53,9 +57,8 @@ def assemble(
         text_length: [b] number of ids of each row, where a sentinel counts as one id.
         kept: [b, j] the projected tokens of each row's images, in the order of their sentinels.
         grid: [b, j, 2] int32 rows and columns of each unpruned image.
-        positions: "original": position ids of the sequence with all tokens of every image, so text
-            after an image continues from the full extent of the image. "compact": 0, 1, 2, ... over
-            the present tokens.
+        positions: "original" gives each token the position id that it would have without pruning.
+            "compact" numbers the remaining tokens 0, 1, 2, ...
         capacity: static length s of the rows. Longer rows are truncated at the right end. The
             default l + j * k holds every row.
 
@@ -63,22 +66,24 @@ def assemble(
         The rows before the first layer.
 
     Raises:
-        ValueError: `positions` is neither of the two.
+        ValueError: `positions` is neither "original" nor "compact".
     """
     expect("positions", positions, positions in POSITIONS, f"one of {', '.join(POSITIONS)}")
     (b, l), (j, k) = ids.shape, kept.tokens.shape[1:3]
     s = l + j * k if capacity is None else capacity
     kinds = _classify_ids(ids, text_length, j)
-    text_slot, image_slot, total = _start_of(kinds, kept.valid.sum(-1, dtype=jnp.int32))
+    num_kept = kept.valid.sum(-1, dtype=jnp.int32)
+    text_slot, image_slot, total_length = _accumulate_widths(kinds, num_kept)
     visual_slot = image_slot[..., None] + jnp.arange(k)
     if positions == "compact":
-        text_position, visual_position, next_position = text_slot, visual_slot[:, :, None], total
+        text_position, visual_position = text_slot, visual_slot[:, :, None]
+        next_position = total_length
     else:
         offset, extent = backbone.image_positions(grid, kept.place)
-        text_position, image_start, next_position = _start_of(kinds, extent)
+        text_position, image_start, next_position = _accumulate_widths(kinds, extent)
         visual_position = image_start[..., None, None] + offset
     source = _source_of_slots(kinds, text_slot, visual_slot, kept.valid, s)
-    length = jnp.minimum(total, s).astype(jnp.int32)
+    length = jnp.minimum(total_length, s).astype(jnp.int32)
     is_filled = jnp.arange(s) < length[:, None]
 
     text = decoder.embed(params["language"], ids)
@@ -86,33 +91,30 @@ def assemble(
     tokens, deep = split_deep(backbone.config, joined)
     hidden = jnp.concatenate([text, tokens], axis=1)
     hidden = jnp.take_along_axis(hidden, source[..., None], axis=1)
-    axes = backbone.config.position_axes
-    text_position = jnp.broadcast_to(text_position[:, None], (b, axes, l))
-    visual_position = jnp.broadcast_to(visual_position, (b, j, axes, k))
-    visual_position = visual_position.swapaxes(1, 2).reshape(b, axes, j * k)
-    position = jnp.concatenate([text_position, visual_position], axis=2)
-    position = jnp.take_along_axis(position, source[:, None], axis=2)
+    num_axes = backbone.config.position_axes
+    visual_position = jnp.broadcast_to(visual_position, (b, j, num_axes, k))
+    position = _gather_positions(text_position, visual_position, source)
     position = jnp.where(is_filled[:, None], position, 0).astype(jnp.int32)
     no_image = jnp.full((b, l), -1, jnp.int32)
     image = jnp.broadcast_to(jnp.arange(j, dtype=jnp.int32)[:, None], (b, j, k))
 
-    def gather_numbers(part: Int[Array, "b j k"]) -> Int[Array, "b s"]:
+    def gather_numbers(numbers: Int[Array, "b j k"]) -> Int[Array, "b s"]:
         """Gathers a number of each visual token; -1 at text and padding."""
-        part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
-        return jnp.where(is_filled, jnp.take_along_axis(part, source, axis=1), -1)
+        numbers = jnp.concatenate([no_image, numbers.reshape(b, j * k)], axis=1)
+        return jnp.where(is_filled, jnp.take_along_axis(numbers, source, axis=1), -1)
 
-    def gather_vectors(part: Array) -> Array:
+    def gather_vectors(vectors: Array) -> Array:
         """Gathers a vector of each visual token; zeros at text and padding."""
-        part = part.reshape(b, j * k, part.shape[-1])
-        part = jnp.pad(part, ((0, 0), (l, 0), (0, 0)))
-        return jnp.take_along_axis(part, source[..., None], axis=1)
+        vectors = vectors.reshape(b, j * k, vectors.shape[-1])
+        vectors = jnp.pad(vectors, ((0, 0), (l, 0), (0, 0)))
+        return jnp.take_along_axis(vectors, source[..., None], axis=1)
 
-    if deep is not None:  # a slot of the padding reads source 0, whose deep features are zeros
+    if deep is not None:  # padding slots read source 0, which is an id and has zeros here
         deep = gather_vectors(deep).reshape(
             b, s, backbone.config.num_deepstack_layers, text.shape[2]
         )
     # A truncated row continues after its last remaining token.
-    next_position = jnp.where(total > s, position.max((1, 2)) + 1, next_position)
+    next_position = jnp.where(total_length > s, position.max((1, 2)) + 1, next_position)
     return Sequence(
         hidden=jnp.where(is_filled[..., None], hidden, 0),
         position=position,
@@ -127,7 +129,7 @@ def assemble(
 
 
 def _classify_ids(ids: Array, text_length: Array, num_images: int) -> _IdKinds:
-    """Distinguishes text, images and padding among the ids of each row."""
+    """Classifies each id as text, as the sentinel of an image, or as neither."""
     is_present = jnp.arange(ids.shape[1]) < text_length[:, None]
     is_sentinel = (ids == IMAGE_TOKEN) & is_present
     image = jnp.cumsum(is_sentinel, axis=1) - 1
@@ -135,23 +137,53 @@ def _classify_ids(ids: Array, text_length: Array, num_images: int) -> _IdKinds:
     return _IdKinds(is_present & ~is_sentinel, is_image, jnp.where(is_image, image, 0))
 
 
-def _start_of(
-    kinds: _IdKinds, span: Int[Array, "b j"]
+def _accumulate_widths(
+    kinds: _IdKinds, image_width: Int[Array, "b j"]
 ) -> tuple[Int[Array, "b l"], Int[Array, "b j"], Int[Array, "b"]]:
-    """Adds up the widths of ids, where a text token has width 1 and an image has width `span`.
+    """Computes where each id of a row starts if images have different widths.
+
+    Widths are slots, or position ids. A text token has width 1; padding has width 0.
+
+    Args:
+        kinds: the kind of each id.
+        image_width: [b, j] width of each image.
 
     Returns:
-        The start of each id [b, l], the start of each image [b, j], and the sum of each row [b].
+        start: [b, l] sum of the widths before each id.
+        image_start: [b, j] sum of the widths before the sentinel of each image.
+        total: [b] sum of the widths of each row.
     """
-    (b, j), (is_text, is_image, image) = span.shape, kinds
+    (b, j), (is_text, is_image, image) = image_width.shape, kinds
     width = is_text.astype(jnp.int32)
     if j:
-        width = jnp.where(is_image, jnp.take_along_axis(span, image, axis=1), width)
+        width = jnp.where(is_image, jnp.take_along_axis(image_width, image, axis=1), width)
     start = jnp.cumsum(width, axis=1) - width
-    # Ids without an image write to slot j, which is removed.
+    # Ids that are no sentinel write to the additional column j, which is removed.
     image_start = jnp.zeros((b, j + 1), jnp.int32)
     image_start = image_start.at[jnp.arange(b)[:, None], jnp.where(is_image, image, j)].set(start)
     return start, image_start[:, :j], width.sum(1)
+
+
+def _gather_positions(
+    text_position: Int[Array, "b l"],
+    visual_position: Int[Array, "b j p k"],
+    source: Int[Array, "b s"],
+) -> Int[Array, "b p s"]:
+    """Gathers the p position ids of the token in each slot.
+
+    Args:
+        text_position: [b, l] position of each id, the same on all p axes.
+        visual_position: [b, j, p, k] positions of each kept visual token.
+        source: [b, s] number of the token in each slot, from `_source_of_slots`.
+
+    Returns:
+        [b, p, s] position ids.
+    """
+    b, j, num_axes, k = visual_position.shape
+    text_position = jnp.broadcast_to(text_position[:, None], (b, num_axes, text_position.shape[1]))
+    visual_position = visual_position.swapaxes(1, 2).reshape(b, num_axes, j * k)
+    position = jnp.concatenate([text_position, visual_position], axis=2)
+    return jnp.take_along_axis(position, source[:, None], axis=2)
 
 
 def _source_of_slots(
@@ -161,10 +193,18 @@ def _source_of_slots(
     valid: Bool[Array, "b j k"],
     num_slots: int,
 ) -> Int[Array, "b s"]:
-    """Returns for each slot the token that fills it.
+    """Inverts the map from tokens to slots.
 
-    Sources are numbered 0 to l - 1 for ids, then l to l + j * k - 1 for visual tokens. Slots
-    without a token have source 0.
+    Args:
+        kinds: the kind of each id.
+        text_slot: [b, l] slot of each text token.
+        visual_slot: [b, j, k] slot of each kept visual token.
+        valid: [b, j, k] True = kept token, False = padding.
+        num_slots: number s of slots of a row; tokens at later slots are dropped.
+
+    Returns:
+        [b, s] number of the token that fills each slot: 0 to l - 1 for ids, then l to l + j * k - 1
+        for visual tokens; 0 for slots without a token.
     """
     (b, l), (j, k) = text_slot.shape, valid.shape[1:]
     has_sentinel = jnp.arange(j) < kinds.is_image.sum(1)[:, None]

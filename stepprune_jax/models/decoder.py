@@ -62,7 +62,9 @@ class OutputSpec(NamedTuple):
     Attributes:
         capacity: number of slots of a new KV cache, at least the row length s; None for no new
             cache.
-        taps: intermediates to return. A layer is counted as in `Tap`.
+        taps: intermediate arrays to return, each a kind and a layer; see `Tap` for the numbers of
+            layers. Axes: s slots, e channels, h heads, h_kv key heads, q queries, c channels of a
+            head.
             "hidden": [b, s, e] residual stream before a layer of the stage or after its last layer.
             "normed": [b, s, e] the same as "hidden", after the model's final norm.
             "mlp_input": [b, s, e] normalised input of the block's MLP.
@@ -71,8 +73,8 @@ class OutputSpec(NamedTuple):
             "scores": [b, h, q, s] float32 logits of "attention".
             "keys": [b, h_kv, s, c] keys after rotary positions.
             "rotary": [2, b, s, c] cosine and sine of the rotary angles, the same for every layer.
-        query_index: [b, q] slots of the queries of "attention" and "scores" taps; None if there are
-            no such taps.
+        query_index: [b, q] slots (places in the row) of the q queries of "attention" and "scores"
+            taps; None if there are no such taps.
     """
 
     capacity: int | None = None
@@ -103,7 +105,8 @@ class Stage(NamedTuple):
     Attributes:
         hidden: [b, s, e] the residual stream after the last block of the stage, before any norm.
         cache: KV cache of the stage; None if no cache was given or requested.
-        taps: requested intermediates by name, such as "hidden.-2".
+        taps: requested intermediate arrays by name, such as "hidden.-2" for the second to last
+            hidden state.
     """
 
     hidden: Float[Array, "b s e"]
@@ -216,16 +219,26 @@ class LlamaBlock(nn.Module):
 
 
 def init_language(key: Array, config: LlamaConfig) -> Params:
-    """Initialises random float32 weights; there is no "head" if the configuration ties it."""
+    """Initializes random float32 weights of the language model.
+
+    Args:
+        key: PRNG key; consumed.
+        config: shape of the language model.
+
+    Returns:
+        Weights under "embed", "norm" and "layers", where the weights of all layers are stacked
+        along a leading axis. "head" is absent if the output head shares the embeddings.
+    """
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     e, v, c = config.hidden_size, config.vocab_size, config.head_dim
-    ones = jnp.ones((1, 1, c))
-    context = LayerInputs(ones, ones, jnp.ones((1, 1, 1), bool), None)
-    block, sample = LlamaBlock(config), jnp.zeros((1, 1, e))
+    # The shapes of the weights do not depend on these inputs of one token.
+    angles, token = jnp.ones((1, 1, c)), jnp.zeros((1, 1, e))
+    context = LayerInputs(angles, angles, jnp.ones((1, 1, 1), bool), None)
+    block = LlamaBlock(config)
     params = {
         "embed": {"embedding": jax.random.normal(embed_key, (v, e)) * 0.02},
         "norm": {"scale": jnp.ones(e)},
-        "layers": jax.vmap(lambda key: block.init(key, sample, context)["params"])(
+        "layers": jax.vmap(lambda key: block.init(key, token, context)["params"])(
             jax.random.split(layers_key, config.num_layers)
         ),
     }
@@ -244,10 +257,18 @@ def init_cache(
 
 
 def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput) -> Cache:
-    """Writes a layer's keys and values to the first slots of the cache, in place.
+    """Writes a layer's keys and values to the first slots of the cache.
 
-    The cache is part of the scan's carry. If the scan stacked the keys and values as outputs
-    instead, the later padding to the capacity would need a second copy of the cache.
+    The scan over layers carries the cache, so XLA updates it in place. If the scan stacked the keys
+    and values as outputs instead, padding them to the capacity would need a second copy.
+
+    Args:
+        cache: cache of the stage.
+        layer: number of the layer within the stage.
+        output: output of the layer, with keys and values [b, h_kv, s, c].
+
+    Returns:
+        The updated cache.
     """
     start = (layer, 0, 0, 0, 0)
     key = jax.lax.dynamic_update_slice(cache.key, output.key[None], start)
@@ -263,7 +284,7 @@ def _extend_cache(
     Each row is written at its own length; tokens beyond the capacity are dropped.
 
     Args:
-        cache: earlier cache of these layers; None to return the stage's own cache.
+        cache: earlier cache of these layers; None returns the cache of the stage.
         stage_cache: keys and values of the stage's tokens.
         rows: inputs of the stage.
         hidden: residual stream after the last layer of the stage.
@@ -271,11 +292,11 @@ def _extend_cache(
     Returns:
         The cache with updated lengths and next positions.
     """
-    count = rows.valid.sum(-1, dtype=jnp.int32)
-    ids = rows.position.reshape(len(count), -1, rows.valid.shape[1])
-    next_position = jnp.where(rows.valid[:, None], ids + 1, 0).max((1, 2)).astype(jnp.int32)
+    num_tokens = rows.valid.sum(-1, dtype=jnp.int32)
+    position = rows.position.reshape(len(num_tokens), -1, rows.valid.shape[1])
+    next_position = jnp.where(rows.valid[:, None], position + 1, 0).max((1, 2)).astype(jnp.int32)
     if cache is None:
-        return Cache(stage_cache.key, stage_cache.value, count, next_position)
+        return Cache(stage_cache.key, stage_cache.value, num_tokens, next_position)
     slots = cache.length[:, None] + jnp.arange(stage_cache.key.shape[3])
     # This adds 0, or 1 for NaN. The compiler cannot prove that it is 0, so it writes the cache only
     # after the last layer has read it. Otherwise XLA would copy the entire cache on a CPU.
@@ -283,7 +304,7 @@ def _extend_cache(
     return Cache(
         append_slots(cache.key, stage_cache.key, slots),
         append_slots(cache.value, stage_cache.value, slots),
-        cache.length + count,
+        cache.length + num_tokens,
         jnp.maximum(next_position, cache.next_position),
     )
 
@@ -303,7 +324,7 @@ def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Layer
 def _attention_logits(
     output: BlockOutput, context: LayerInputs, query_index: Int[Array, "b q"]
 ) -> Float[Array, "b h q s"]:
-    """Computes the attention logits of a block for the queries at some slots."""
+    """Computes the attention logits of a block for the queries at the slots `query_index`."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
     mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
     return attention_scores(query, [Segment(output.key, output.value, mask)])
@@ -316,7 +337,7 @@ def _run_attention_of_layer(
     context: LayerInputs,
     layer: int,
 ) -> BlockOutput:
-    """Computes the queries and keys of a layer without running its MLP."""
+    """Runs only the attention of a layer, for its queries and keys."""
     weights = take_layer(params["layers"], layer)
     normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
     attention = LlamaAttention(config)
@@ -332,13 +353,16 @@ def _add_deepstack(
         hidden: residual stream after the layer.
         features: features for each of the first L layers; None for a model without DeepStack.
         layer: number of the layer; a Python integer if layers are unrolled.
+
+    Returns:
+        [b, s, e] the residual stream, unchanged after the layers from L on.
     """
     if features is None:
         return hidden
     features, num_layers = features.astype(hidden.dtype), features.shape[2]
     if isinstance(layer, int):
         return hidden + features[:, :, layer] if layer < num_layers else hidden
-    index = jnp.minimum(layer, num_layers - 1)
+    index = jnp.minimum(layer, num_layers - 1)  # in bounds for layers without features
     layer_features = jax.lax.dynamic_index_in_dim(features, index, 2, keepdims=False)
     return hidden + jnp.where(layer < num_layers, layer_features, 0)
 
@@ -352,7 +376,7 @@ def run_layers(
     outputs: OutputSpec = OutputSpec(),
     execution: Execution = Execution(),
 ) -> Stage:
-    """Runs a stage: consecutive layers with one row length and one KV cache.
+    """Runs a stage, a span of consecutive layers with one row length and one KV cache.
 
     Args:
         params: weights of the language model; `models.stack` describes the layouts of layers.
@@ -361,11 +385,11 @@ def run_layers(
         span: number of the first layer, and number of the layer to stop before.
         cache: KV cache of these layers with earlier tokens. The rows attend to the cache, and the
             returned cache includes the rows.
-        outputs: optional outputs.
+        outputs: optional outputs: a new KV cache, and intermediate arrays (taps).
         execution: how the layers are run.
 
     Returns:
-        A `Stage`.
+        The hidden states after the last layer, the KV cache, and the taps.
 
     Raises:
         ValueError: a tap does not exist in this stage, or `rows.segment` is combined with a cache
@@ -439,6 +463,9 @@ def _make_layer_function(
         context: rotary angles and masks of the stage.
         cache: KV cache of the stage with earlier tokens.
         execution: how the layers are run.
+
+    Returns:
+        The function. It recomputes its activations in the backward pass if `execution.remat`.
     """
     block = LlamaBlock(config)
 
@@ -459,10 +486,23 @@ def _make_layer_function(
 def _resolve_stage_taps(
     config: LlamaConfig, span: tuple[int, int], outputs: OutputSpec
 ) -> dict[str, tuple[str, int]]:
-    """Maps the name of each tap to its kind and layer; raises a ValueError for invalid taps."""
+    """Checks the requested taps of a stage.
+
+    Args:
+        config: shape of the language model.
+        span: number of the first layer, and number of the layer to stop before.
+        outputs: the requested taps.
+
+    Returns:
+        The kind and the layer of each tap by its name, such as "hidden.-2".
+
+    Raises:
+        UserError: a tap is outside the stage, or an attention tap has no `query_index`.
+    """
     first, last = span
     taps = resolve_taps(outputs.taps, config.num_layers, TAP_KINDS)
     for name, (kind, layer) in taps.items():
+        # The end of a stage has a hidden state, and the attention of the next layer reads it.
         allows_last = kind in (*STATES, *_ATTENTION_KINDS)
         has_queries = kind not in _ATTENTION_KINDS or outputs.query_index is not None
         with naming(f"tap {name}"):
@@ -482,7 +522,21 @@ def _read_tap(
     context: LayerInputs,
     query_index: Int[Array, "b q"] | None,
 ) -> Array:
-    """Computes the value of a tap from the collected intermediates of a stage."""
+    """Computes the array of one tap.
+
+    Args:
+        params: weights of the language model.
+        config: shape of the language model.
+        kind: one of `TAP_KINDS`.
+        layer: number of the layer.
+        states: residual stream before each requested layer.
+        block_outputs: outputs of each requested layer.
+        context: rotary angles and masks of the stage.
+        query_index: [b, q] slots of the queries of attention taps.
+
+    Returns:
+        The array, with the shape that `OutputSpec.taps` describes.
+    """
     if kind == "rotary":
         return jnp.stack([context.cosine, context.sine])
     if kind == "hidden":

@@ -12,15 +12,17 @@ from stepprune_jax.models.config import ModelConfig
 
 
 class Rows(NamedTuple):
-    """Inputs of `decoder.run_layers`: rows of tokens, without what only pruning reads.
+    """Rows of tokens as inputs of `decoder.run_layers`, without the fields that only pruning reads.
 
     Attributes:
         hidden: [b, s, e] the residual stream.
-        position: [b, s] int32 position ids, or [b, p, s] where a token has p of them.
-        valid: [b, s] True = token. Must be a prefix of each row when a cache is created or extended
-            and for the fused kernels, which apply the causal mask only.
-        segment: [b, s] number of a token's segment, for several continuations of one prefix in a
-            row. A token sees segment 0 and its own segment. Needs attention "matmul" and no cache.
+        position: [b, s] int32 position ids, or [b, p, s] for a model with p position ids per token.
+        valid: [b, s] True = token. The valid tokens must be a prefix of each row if a cache is
+            created or extended. The fused kernels require the same, because they apply only the
+            causal mask.
+        segment: [b, s] segment number of each token. Segment 0 is a common prefix, and each other
+            segment is a continuation of the prefix. A token attends to segment 0 and to its own
+            segment. Needs attention "matmul" and no cache.
         probe: [layers, e] vectors added to the last token of each row, one before each layer.
         deep: [b, s, L, e] vectors added to each token, one after each of the first L layers.
     """
@@ -39,9 +41,9 @@ POSITIONS = ("original", "compact")
 class Kept(NamedTuple):
     """The visual tokens of images that enter the language model, padded to a static size k.
 
-    A pruner returns one row per (image, prompt) pair, and `assembly.assemble` reads one row per
-    image of each prompt: the leading axes `*r` are [r] or [b, j]. The valid tokens of a row are a
-    prefix of it.
+    The leading axes `*r` are [r] for the (image, prompt) pairs that a pruner returns, and [b, j]
+    for the j images of each of b prompts that `assembly.assemble` reads. The valid tokens are a
+    prefix of each row.
 
     Attributes:
         index: [*r, k] int32 index of each token among the n tokens of its image; -1 for merged and
@@ -99,19 +101,29 @@ class Sequence(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """Returns the sequence as the input of a layer."""
+        """The sequence as input of `decoder.run_layers`."""
         valid = jnp.arange(self.hidden.shape[1]) < self.length[:, None]
         return Rows(self.hidden, self.position, valid, deep=self.deep)
 
     def without_values(self) -> "Sequence":
-        """Returns the places of the tokens: image, index, position and length; else None."""
+        """Returns a copy with only `position`, `length`, `image` and `index`; None elsewhere."""
         return self._replace(hidden=None, next_position=None, note=None, grid=None, deep=None)
 
 
 def split_deep(
     config: ModelConfig, joined: Float[Array, "*b w"]
 ) -> tuple[Float[Array, "*b d"], Float[Array, "*b D"] | None]:
-    """Splits visual tokens from the deep features that are appended to their channels."""
+    """Splits visual tokens into their channels and the deep features after these channels.
+
+    Deep features are the DeepStack inputs of the first layers of the language model.
+
+    Args:
+        config: configuration of the model, with the number of appended channels.
+        joined: [..., d + D] visual tokens, each with its D deep features appended.
+
+    Returns:
+        The tokens [..., d], and the deep features [..., D]; None for a model without deep features.
+    """
     width = config.deepstack_width
     return (joined[..., :-width], joined[..., -width:]) if width else (joined, None)
 
@@ -128,18 +140,27 @@ def from_embeddings(
 
 
 def compress(sequence: Sequence, keep: Bool[Array, "b s"], num_slots: int) -> Sequence:
-    """Moves the kept tokens of each row to the left end of a row of `num_slots`.
+    """Packs the kept tokens of each row into rows of `num_slots` slots.
 
-    Tokens beyond `num_slots` are dropped, and so is padding. Position ids are unchanged.
+    Position ids do not change. Kept tokens beyond `num_slots` are dropped.
+
+    Args:
+        sequence: rows of s slots.
+        keep: [b, s] True = token that remains; ignored at padding.
+        num_slots: static length of the new rows.
+
+    Returns:
+        The rows of the kept tokens, in the same order, with padding at the right end.
     """
     b = keep.shape[0]
     source, is_filled = kept_slots(sequence, keep, num_slots)
 
-    def gather(part: Array, axis: int, padding: int) -> Array:
-        shape = [1] * part.ndim
+    def gather(values: Array, axis: int, padding: int) -> Array:
+        # `source` needs the rank of `values`, with axes of size 1 where it is broadcast.
+        shape = [1] * values.ndim
         shape[0], shape[axis] = b, num_slots
-        moved = jnp.take_along_axis(part, source.reshape(shape), axis=axis)
-        return jnp.where(is_filled.reshape(shape), moved, padding)
+        kept_values = jnp.take_along_axis(values, source.reshape(shape), axis=axis)
+        return jnp.where(is_filled.reshape(shape), kept_values, padding)
 
     return Sequence(
         hidden=gather(sequence.hidden, 1, 0),
@@ -157,15 +178,36 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], num_slots: int) -> Se
 def kept_slots(
     sequence: Sequence, keep: Bool[Array, "b s"], num_slots: int
 ) -> tuple[Int[Array, "b t"], Bool[Array, "b t"]]:
-    """Returns the slot of each kept token, and a mask of the `num_slots` slots that it fills."""
+    """Finds the kept tokens of each row, from left to right.
+
+    Args:
+        sequence: rows of s slots.
+        keep: [b, s] True = token that remains; ignored at padding.
+        num_slots: static number t of slots after the tokens are packed.
+
+    Returns:
+        source: [b, t] slot before packing of the token that fills each slot after packing.
+        is_filled: [b, t] False = no token fills the slot; its source is arbitrary.
+    """
     s = keep.shape[1]
     keep &= jnp.arange(s) < sequence.length[:, None]
+    # Sorting moves the slots of kept tokens to the left, and s, which is no slot, to the right.
     source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :num_slots]
     return jnp.minimum(source, s - 1), source < s
 
 
 def with_probe(sequence: Sequence, probe: Float[Array, "layers e"]) -> Rows:
-    """Appends a token to each row, at the next position, that is the sum of a probe's vectors."""
+    """Appends one probe token to each row, at the next position.
+
+    The new token has a hidden state of zeros. The layers add the vectors of the probe to it.
+
+    Args:
+        sequence: rows of s slots.
+        probe: [layers, e] vector that is added to the token before each layer.
+
+    Returns:
+        Rows of s + 1 slots for `decoder.run_layers`.
+    """
     slots = jnp.arange(sequence.hidden.shape[1] + 1)
     is_probe = slots == sequence.length[:, None]
     hidden = jnp.pad(sequence.hidden, ((0, 0), (0, 1), (0, 0)))
@@ -190,5 +232,5 @@ def renumber(sequence: Sequence) -> Sequence:
 
 
 def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
-    """Returns the slots of the last `count` tokens of each row; a shorter row repeats slot 0."""
+    """Returns the slots of the last `count` tokens of each row; shorter rows repeat slot 0."""
     return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)

@@ -2,8 +2,8 @@
 
 Pure functions of (params, config, arrays): `config` is static under `jax.jit`, and the frozen
 weights are an argument, never a closure. The language model of all families is `models.decoder`;
-its shape is `config.text` and its weights are `params["language"]`. Rows come from
-`assembly.assemble`, and may lose visual tokens again at cuts between layers.
+its shape is `config.text` and its weights are `params["language"]`. `assembly.assemble`
+builds the rows. A pruner may drop more visual tokens at cuts between layers.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ class Cut(NamedTuple):
         slots: static length of the rows after the cut.
         drop: maps the rows before the cut and the taps by name to the rows, whose visual tokens may
             have been merged, and to the mask of slots that remain. Text must remain.
-        taps: intermediates of the stage before the cut that `drop` reads; see `OutputSpec`.
+        taps: intermediate arrays of the stage before the cut that `drop` reads; see `OutputSpec`.
         rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
         renumber: whether the remaining tokens get the position ids 0, 1, 2, ...
-        forgets: whether the caches of all layers before the cut lose the dropped tokens. Then all
-            earlier cuts must have `forgets`.
-        probe: [layers, e] vectors of a token that only the stage before the cut has, at the end of
-            each row. One vector is added to the residual stream of the token before each layer. The
-            token is then the query of "attention" and "scores" taps.
+        prunes_cache: whether the dropped tokens are also removed from the caches of all layers
+            before the cut. If True, all earlier cuts must have `prunes_cache`.
+        probe: [layers, e] vectors of one more token at the end of each row, which only the stage
+            before the cut reads. Each layer first adds its vector to the hidden state of this
+            token. The token is the query of "attention" and "scores" taps.
     """
 
     layer: int
@@ -58,16 +58,18 @@ class Cut(NamedTuple):
     taps: tuple[Tap, ...] = ()
     rows: int = 1
     renumber: bool = False
-    forgets: bool = False
+    prunes_cache: bool = False
     probe: Float[Array, "layers e"] | None = None
 
 
 class PausedPrefill(NamedTuple):
-    """A prefill at a cut, before the tokens are dropped.
+    """State of a prefill that stopped at a cut, before the tokens are dropped.
+
+    `prefill_to_cut` creates it, and `prefill` continues from it.
 
     Attributes:
-        sequence: the rows at the cut.
-        keep: [b, s] True = token that remains.
+        sequence: the rows at the cut, with all tokens.
+        keep: [b, s] True = token that remains after the cut.
         cache: keys and values of the layers before the cut.
     """
 
@@ -100,7 +102,7 @@ def init_params(key: Array, backbone: Backbone, dtype: DTypeLike = jnp.float32) 
         dtype: dtype of every leaf.
 
     Returns:
-        A plain nested dict; kernels are [in, out], weights of layers are stacked along a leading
+        A nested dict. Kernels are [in, out]; the weights of all layers are stacked along a leading
         axis.
     """
     params = backbone.init_params(key)
@@ -119,7 +121,7 @@ def abstract_params(
         weights: "full", or "int8" for the language model's matrices, see `models.int8`.
 
     Returns:
-        The tree.
+        A nested dict with the shape and dtype of each weight.
     """
     full = jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
     return keep_as(weights, full)
@@ -141,14 +143,14 @@ def prefill_to_cut(
         params: the model's weights.
         config: the model's shape.
         sequence: the rows before `first_layer`.
-        cut: the cut.
-        first_layer: the first layer to run.
-        room: free slots of the cache for new tokens. A cut with `forgets` gets none here, because
-            its caches are rebuilt after the tokens are dropped.
+        cut: the place between layers to stop at, and the function that selects the tokens.
+        first_layer: number of the first layer to run.
+        room: number of free cache slots for new tokens. If `cut.prunes_cache`, the cache has no
+            free slots, because `prefill` rebuilds the cache after the tokens are dropped.
         execution: how the layers are run.
 
     Returns:
-        The rows at the cut.
+        The rows at the cut, the mask of the remaining tokens, and the cache.
 
     Raises:
         ValueError: taps that the stage before the cut does not have.
@@ -156,13 +158,14 @@ def prefill_to_cut(
     rows, queries = sequence.rows, last_slots(sequence, cut.rows)
     if cut.probe is not None:
         rows, queries = with_probe(sequence, cut.probe), sequence.length[:, None]
-    spec = OutputSpec(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
+    capacity = rows.hidden.shape[1] + (0 if cut.prunes_cache else room)
+    spec = OutputSpec(capacity, cut.taps, queries)
     stage = decoder.run_layers(
         params["language"], config.text, rows, (first_layer, cut.layer), None, spec, execution
     )
     assert stage.cache is not None  # requested through `OutputSpec`
     cache = stage.cache._replace(length=sequence.length, next_position=sequence.next_position)
-    hidden = stage.hidden[:, : sequence.hidden.shape[1]]
+    hidden = stage.hidden[:, : sequence.hidden.shape[1]]  # without the slot of a probe
     sequence, keep = cut.drop(sequence._replace(hidden=hidden), stage.taps)
     return PausedPrefill(sequence, keep, cache)
 
@@ -170,12 +173,23 @@ def prefill_to_cut(
 def _drop_from_caches(
     caches: Ordered[Cache], paused: PausedPrefill, num_slots: int, room: int
 ) -> list[Cache]:
-    """Returns caches of the remaining tokens, with `room` free slots for new tokens."""
+    """Removes the tokens that a cut drops from the caches of earlier layers.
+
+    Args:
+        caches: caches of the stages before the cut.
+        paused: rows at the cut, with the mask of the remaining tokens.
+        num_slots: number of slots for the remaining tokens.
+        room: number of free slots for new tokens.
+
+    Returns:
+        The caches of the remaining tokens, with num_slots + room slots.
+    """
     source, is_filled = kept_slots(paused.sequence, paused.keep, num_slots)
 
-    def gather(part: Array) -> Array:
-        part = jnp.take_along_axis(part, source[:, None, :, None][None], axis=3)
-        return jnp.pad(part, [(0, room if axis == 3 else 0) for axis in range(5)])
+    def gather(vectors: Array) -> Array:
+        # [layers, b, h_kv, slots, c]: the slots of the cache are axis 3.
+        vectors = jnp.take_along_axis(vectors, source[None, :, None, :, None], axis=3)
+        return jnp.pad(vectors, [(0, room if axis == 3 else 0) for axis in range(5)])
 
     length = is_filled.sum(1, dtype=jnp.int32)
     return [
@@ -201,18 +215,18 @@ def prefill(
         params: the model's weights.
         config: the model's shape.
         sequence: the rows before the first layer, from `assembly.assemble`.
-        max_new_tokens: free slots of the cache for new tokens. Tokens beyond them are not seen by
-            later tokens.
-        cuts: places between layers where tokens are dropped, in ascending order of layers. Each
-            stage between two cuts has its own row length and its own cache. The caller checks that
-            the model has these layers.
+        max_new_tokens: number of free cache slots for new tokens. The cache does not store
+            further tokens, so later tokens cannot attend to them.
+        cuts: places between layers where tokens are dropped, in ascending order of layers. A stage
+            is the span of layers between two cuts. Each stage has a separate row length and cache.
+            The caller checks that the model has these layers.
         all_logits: whether to return the logits of all slots, not only of each row's last token.
         execution: how the layers are run.
-        paused: result of `prefill_to_cut` for `sequence` and the first cut, which is then not run
-            again.
+        paused: result of `prefill_to_cut` for the first cut, to continue from there. None runs all
+            layers.
 
     Returns:
-        A `Prefill`.
+        The logits, the cache or caches, and the rows after each cut.
 
     Raises:
         ValueError: taps that the stage before a cut does not have.
@@ -232,15 +246,15 @@ def prefill(
                 execution=execution,
             )
         caches.append(paused.cache)
-        if cut.forgets:
+        if cut.prunes_cache:
             caches = _drop_from_caches(caches, paused, cut.slots, max_new_tokens)
         sequence = compress(paused.sequence, paused.keep, cut.slots)
         sequence = renumber(sequence) if cut.renumber else sequence
         after_cuts.append(sequence)
         first_layer, paused = cut.layer, None
     spec = OutputSpec(sequence.hidden.shape[1] + max_new_tokens)
-    span = first_layer, text.num_layers
-    stage = decoder.run_layers(language, text, sequence.rows, span, None, spec, execution)
+    last_span = first_layer, text.num_layers
+    stage = decoder.run_layers(language, text, sequence.rows, last_span, None, spec, execution)
     assert stage.cache is not None  # requested through `OutputSpec`
     caches.append(stage.cache._replace(next_position=sequence.next_position))
     hidden = stage.hidden
@@ -258,33 +272,34 @@ def decode_step(
     cache: Cache | tuple[Cache, ...],
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "b v"], Cache | tuple[Cache, ...]]:
-    """Runs one token per row and returns the logits of the next token.
+    """Runs the language model on one new token per row.
 
     Args:
         params: the model's weights.
         config: the model's shape.
-        token: [b] ids.
-        cache: the cache of all layers, or a tuple of caches of consecutive stages, whose rows may
-            differ in length. Donate it under jit: it is extended in place.
+        token: [b] ids of the new tokens.
+        cache: the cache of all layers, or a tuple with the cache of each stage of consecutive
+            layers; the row lengths of stages may differ. Donate the cache under jit, so that it is
+            extended in place.
         execution: how the layers are run.
 
     Returns:
-        [b, v] float32 logits, and the extended cache: one cache or a tuple, as given.
+        [b, v] float32 logits of the next token, and the extended cache in the form of `cache`.
     """
-    stages = (cache,) if isinstance(cache, Cache) else tuple(cache)
+    stage_caches = (cache,) if isinstance(cache, Cache) else tuple(cache)
     language = params["language"]
     hidden = decoder.embed(language, token[:, None])
     b, p = token.shape[0], config.position_axes
     valid = jnp.ones(hidden.shape[:2], bool)
-    extended, first_layer = [], 0
-    for stage in stages:
-        span = first_layer, first_layer + stage.key.shape[0]
-        position = jnp.broadcast_to(stage.next_position[:, None, None], (b, p, 1))
+    extended_caches, first_layer = [], 0
+    for stage_cache in stage_caches:
+        span = first_layer, first_layer + stage_cache.key.shape[0]
+        position = jnp.broadcast_to(stage_cache.next_position[:, None, None], (b, p, 1))
         rows = Rows(hidden, position, valid)
-        hidden, stage, _ = decoder.run_layers(
-            language, config.text, rows, span, stage, execution=execution
+        hidden, extended_cache, _ = decoder.run_layers(
+            language, config.text, rows, span, stage_cache, execution=execution
         )
-        extended.append(stage)
+        extended_caches.append(extended_cache)
         first_layer = span[1]
-    result = extended[0] if isinstance(cache, Cache) else tuple(extended)
-    return decoder.logits(language, config.text, hidden[:, 0]), result
+    extended = extended_caches[0] if isinstance(cache, Cache) else tuple(extended_caches)
+    return decoder.logits(language, config.text, hidden[:, 0]), extended

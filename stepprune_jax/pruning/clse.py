@@ -82,7 +82,7 @@ class Clse(LayerPruner):
         cuts = []
         for layer in self._layers(config):
             taps = (Tap("attention", layer - 1), *([] if cuts else [Tap("hidden", 0)]))
-            cuts.append(LayerCut(layer, taps, forgets=True))
+            cuts.append(LayerCut(layer, taps, prunes_cache=True))
         return tuple(cuts)
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:

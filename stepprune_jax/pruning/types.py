@@ -75,13 +75,13 @@ class LayerCut(NamedTuple):
         rows: queries of "attention" and "scores" taps. "last": the prompt's last token, or the
             `LayerPruner.probe` after it. "text": the last tokens of each row, whose number is the
             length of the longest text; see `models.sequence.last_slots`.
-        forgets: whether the caches of the layers before the cut lose the dropped tokens.
+        prunes_cache: whether the caches of the layers before the cut lose the dropped tokens.
     """
 
     layer: int
     taps: tuple[Tap, ...] = ()
     rows: str = "last"
-    forgets: bool = False
+    prunes_cache: bool = False
 
 
 class Survivors(NamedTuple):

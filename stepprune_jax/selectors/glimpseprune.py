@@ -294,7 +294,7 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the layer after `reduce_layer`, at which visual tokens are dropped."""
         taps = tuple(Tap("scores", layer) for layer in self.config.selected_layers)
-        return (LayerCut(self.config.reduce_layer + 1, taps, forgets=True),)
+        return (LayerCut(self.config.reduce_layer + 1, taps, prunes_cache=True),)
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
         """Returns the numbers of visual tokens before and after the cut, for planning shapes.

@@ -36,7 +36,13 @@ _NUM_WAITING = 2
 
 
 class Bucket(NamedTuple):
-    """Padded widths of a batch: ids, text ids and targets of a row."""
+    """Padded widths of the rows of a batch.
+
+    Attributes:
+        ids: number of ids of a conversation, with one id for the image.
+        text: number of ids of the user's words.
+        targets: number of supervised tokens.
+    """
 
     ids: int
     text: int
@@ -44,7 +50,7 @@ class Bucket(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """Options of building batches. Only `skip_unreadable` changes numbers.
+    """Options of building batches. Only `skip_unreadable` changes the results of a run.
 
     Attributes:
         threads: number of threads that build batches.
@@ -63,9 +69,9 @@ class Preprocessing(NamedTuple):
 
     Attributes:
         read: maps a path to pixels, for example `Backbone.pixel_cache`.
-        grids: maps pixels of several images to the grids of their visual tokens.
-        largest: pixels of images of the largest size. Only the shapes are used. If several hosts
-            build a batch, each pads its images to this size. None if all images have one size.
+        grids: maps pixels of r images to [r, 2], the rows and columns of their visual tokens.
+        largest: pixels of an image of the largest size; only the shapes are used. If several hosts
+            build a batch, each host pads its images to this size. None if all images have one size.
     """
 
     read: Callable[[Path], Pixels]
@@ -74,11 +80,11 @@ class Preprocessing(NamedTuple):
 
 
 class Batches:
-    """The batches of a run by step, with a few shapes.
+    """The batches of a run by step, padded to a few shapes.
 
-    The width of ids is a multiple of `multiple`. The other widths follow from the width of ids, so
-    there is one program for each width of ids. Widths are computed from token counts before any row
-    is tokenized. So hosts that build different rows of a batch use the same widths.
+    The width of ids determines all other widths, so one program is compiled for each width of ids.
+    Widths are computed from stored token counts before any row is tokenized, so hosts that build
+    different rows of a batch use the same widths.
     """
 
     def __init__(
@@ -92,16 +98,16 @@ class Batches:
         group: int = 1,
         loading: Loading | None = None,
     ):
-        """Plans the shapes.
+        """Plans the shapes of the batches.
 
         Args:
             corpus: rows of the training file.
-            images: how images become pixels.
+            images: how images are converted to pixels.
             batch_size: rows of a batch, over all hosts.
             seed: seed of the order of rows.
-            multiple: divisor of the widths of ids and text.
+            multiple: widths of ids and text are rounded up to a multiple of this number.
             group: number of consecutive batches whose rows are sorted by width, as in `Order`.
-            loading: how batches are built; None for the defaults.
+            loading: how batches are built; None selects the defaults of `Loading`.
         """
         self._corpus, self._images, self._loading = corpus, images, loading or Loading()
         self._is_shared = len(range(batch_size)[self._loading.local]) < batch_size
@@ -129,7 +135,7 @@ class Batches:
 
     def first_images(self, count: int) -> Iterator[Pixels]:
         """Yields the pixels of up to `count` distinct readable images, in the order of training."""
-        paths: set[Path] = set()
+        paths: set[Path] = set()  # of images that have been read
         num_yielded = 0
         for row in self._order.epoch(0).tolist():
             if num_yielded == count:
@@ -138,13 +144,13 @@ class Batches:
             if path in paths:
                 continue
             paths.add(path)
-            pixels = self._read(row)
+            pixels = self._read_image(row)
             if pixels is not None:
                 num_yielded += 1
                 yield pixels
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
-        """Returns the widths of a batch of these rows."""
+        """Returns the padded widths of a batch that has the rows `indices`."""
         return self.buckets[self._row_bucket[indices].max()]
 
     def __getitem__(self, step: int) -> TrainingBatch:
@@ -158,19 +164,24 @@ class Batches:
         return TrainingBatch(pixels, text, text_length, targets)
 
     def _read_images(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Pixels]:
-        """Reads the images of this host's rows of a batch.
+        """Reads the images of a batch's rows that this host builds.
 
         Args:
             indices: rows of the batch, over all hosts.
 
         Returns:
-            The numbers of the rows, after unreadable rows are replaced, and their pixels.
+            The rows of the training file, after unreadable rows are replaced; and their pixels.
+
+        Raises:
+            FileNotFoundError, UserError: an image cannot be read, and `Loading.skip_unreadable` is
+                False or no other image of the batch can be read.
         """
         row_numbers, images = [], []
         for position in range(len(indices))[self._loading.local]:
-            # Every host replaces an unreadable row by the same row.
+            # An unreadable row is replaced by the next readable row of the batch. Each host does
+            # the same, whichever rows it builds.
             for row in np.roll(indices, -position).tolist():
-                image = self._read(row)
+                image = self._read_image(row)
                 if image is not None:
                     break
             else:
@@ -181,13 +192,17 @@ class Batches:
         pixels = stack_images(images)
         largest = self._images.largest
         if self._is_shared and largest is not None:
-            # Joining pads the pixels to the shapes of `largest`, and adds no image of it.
+            # Joining with zero images of the largest size pads the pixels to this size.
             no_images = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), largest)
             pixels = join_images([no_images, pixels])
         return row_numbers, pixels
 
-    def _read(self, row: int) -> Pixels | None:
-        """Returns the pixels of a row; None if the image is unreadable and rows may be skipped."""
+    def _read_image(self, row: int) -> Pixels | None:
+        """Returns the pixels of a row's image.
+
+        If the image cannot be read, returns None after a warning if `Loading.skip_unreadable`, and
+        raises an error that names the row otherwise.
+        """
         try:
             return self._images.read(self._corpus.image(row))
         except (FileNotFoundError, MemoryError, UserError) as error:
@@ -200,14 +215,14 @@ class Batches:
             return None
 
     def stream(self, steps: int, state: JsonObject | None = None) -> "Stream":
-        """Returns the batches up to step `steps` - 1, built a few ahead in the background.
+        """Returns an iterator of the batches of a run; threads build the next batches in advance.
 
         Args:
             steps: number of steps of the run.
             state: `Stream.state` to resume from; None begins with the first batch.
 
         Returns:
-            An iterator that the caller must close.
+            An iterator up to the batch of step `steps` - 1, which the caller must close.
 
         Raises:
             UserError: the state is from a stream of other rows.
@@ -227,7 +242,14 @@ class Stream(Iterator):
     """An iterator of batches. Its state resumes it on any number of hosts."""
 
     def __init__(self, batches: Batches, first_step: int, steps: int, threads: int):
-        """Prepares to build batches; the first `next` starts to build them."""
+        """Initializes the iterator; the first `next` starts the threads.
+
+        Args:
+            batches: the batches of the run.
+            first_step: step of the first batch.
+            steps: number of steps of the run.
+            threads: number of threads that build batches.
+        """
         self._batches, self._next_step = batches, first_step
         self._unsubmitted = iter(range(first_step, steps))
         self._pool, self._max_pending = ThreadPoolExecutor(threads), threads + _NUM_WAITING
@@ -256,13 +278,16 @@ class Stream(Iterator):
 def stack_targets(
     rows: Sequence[TrainingRow], grid: Int[np.ndarray, "r 2"], ids_width: int, targets_width: int
 ) -> Targets:
-    """Stacks conversations to one batch.
+    """Pads conversations and stacks the conversations in arrays.
 
     Args:
-        rows: the conversations.
-        grid: rows and columns of each image's visual tokens.
-        ids_width: ids of a padded row.
-        targets_width: supervised tokens of a padded row.
+        rows: the conversations, tokenized.
+        grid: [r, 2] rows and columns of each image's visual tokens.
+        ids_width: number of ids of a padded row.
+        targets_width: number of supervised tokens of a padded row.
+
+    Returns:
+        The conversations with their supervised tokens.
     """
     ids, length = pad_batch([row.ids for row in rows], width=ids_width)
     place, count = pad_batch([row.place for row in rows], width=targets_width)
@@ -271,23 +296,25 @@ def stack_targets(
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
-    """Plans one shape for each padded width of ids, with the widest text and targets.
+    """Plans one shape of batches for each padded width of ids.
+
+    The shape has room for the text and the targets of every row that is at most as long.
 
     Args:
-        lengths: ids, text ids and targets of each row of the training file.
-        multiple: divisor of the widths of ids and text.
+        lengths: numbers of ids, text ids and targets of each row of the training file.
+        multiple: widths of ids and text are rounded up to a multiple of this number.
 
     Returns:
         The shapes, by increasing width of ids.
     """
     order = np.argsort(lengths.ids, kind="stable")
-    # A batch may also hold shorter rows, so the widths of text and targets are running maxima.
-    text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
-    targets = np.maximum.accumulate(np.maximum(lengths.targets[order], 1))
-    widths = round_up(lengths.ids[order], multiple)
-    last_of_width = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
-    shapes = np.stack([widths, round_up(text, multiple), targets], axis=1)[last_of_width]
-    return tuple(Bucket(*shape) for shape in shapes.tolist())
+    # A batch may also have shorter rows, so the widths of text and targets are running maxima.
+    max_text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
+    max_targets = np.maximum.accumulate(np.maximum(lengths.targets[order], 1))
+    ids_widths = round_up(lengths.ids[order], multiple)
+    is_last_of_width = np.append(ids_widths[1:] != ids_widths[:-1], True)
+    widths = np.stack([ids_widths, round_up(max_text, multiple), max_targets], axis=1)
+    return tuple(Bucket(*row) for row in widths[is_last_of_width].tolist())
 
 
 def row_limits(data: DataSettings, model: ModelConfig) -> LengthLimits:
@@ -311,15 +338,18 @@ def open_batches(
     local: slice = slice(None),
     say: Callable[[str], None] = _LOG.info,
 ) -> Batches:
-    """Reads a run's training file and plans its batches; needs no weights.
+    """Reads a run's training file and plans its batches; does not read weights.
 
     Args:
         run: settings of the run.
-        source: places of the training file and its images.
+        source: paths of the training file and its images.
         identity: hash of the training file.
         model: folder of the frozen model.
         local: rows of each batch that this host builds.
         say: called with each line of the report on the training file.
+
+    Returns:
+        The batches of the run.
     """
     data, backbone, config = run.data, model.backbone, model.config
     limits = row_limits(data, config)
@@ -334,9 +364,9 @@ def open_batches(
     return Batches(
         corpus,
         Preprocessing(
-            backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
-            backbone.grids,
-            backbone.largest_pixel_shapes(1) if config.sizes_vary else None,
+            read=backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
+            grids=backbone.grids,
+            largest=backbone.largest_pixel_shapes(1) if config.sizes_vary else None,
         ),
         batch_size=run.batch_size,
         seed=run.seed,

@@ -26,6 +26,7 @@ from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, Rules, build_mesh, shardings
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.buckets import round_up
 from stepprune_jax.policy.jax_settings import THREEFRY
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
@@ -55,11 +56,11 @@ _GIB = 2**30
 
 
 class BatchWidths(NamedTuple):
-    """Widths of the batches of a run.
+    """Padded widths of the batches of a run.
 
     Attributes:
-        counts: number of counted batches of each width.
-        widest: widths of the widest batch of all.
+        counts: number of counted batches of each `Bucket` of widths.
+        widest: widths of the widest batch of the run.
     """
 
     counts: dict[Bucket, int]
@@ -74,7 +75,7 @@ class RunCost(NamedTuple):
         weights: bytes of the frozen weights on each device.
         memory: memory of the widest update, on each device.
         flops: FLOPs of one update on all devices together, averaged over the run's batches.
-        widths: number of counted batches of each width.
+        widths: number of counted batches of each `Bucket` of widths.
     """
 
     devices: int
@@ -84,29 +85,45 @@ class RunCost(NamedTuple):
     widths: dict[Bucket, int]
 
     def hours(self, steps: int, device: Accelerator, utilisation: float) -> float:
-        """Returns the hours of `steps` updates at a share of the devices' peak."""
+        """Estimates the hours of a number of updates.
+
+        Args:
+            steps: number of updates.
+            device: the kind of device, with its peak FLOPs per second.
+            utilisation: fraction of the peak that the updates reach.
+        """
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
 def count_widths(batches: Batches, steps: int) -> BatchWidths:
-    """Counts the widths of the batches of a run."""
+    """Counts the padded widths of evenly spaced batches of a run of `steps` updates."""
     stride = max(1, steps // _NUM_COUNTED_BATCHES)
-    widths = (batches.bucket(batches.indices(number)) for number in range(0, steps, stride))
+    widths = (batches.bucket(batches.indices(step)) for step in range(0, steps, stride))
     return BatchWidths(dict(collections.Counter(widths)), batches.buckets[-1])
 
 
 def assume_widths(run: Run, config: StepConfig) -> BatchWidths:
-    """Returns the width of batches whose rows have `config.accelerator.ids` ids.
+    """Assumes that each row of the absent training file has `config.accelerator.ids` ids.
 
-    The widest batch has rows of the longest length that the data settings allow.
+    Args:
+        run: settings of the run.
+        config: static part of the updates.
+
+    Returns:
+        One batch of the assumed widths. The widest batch has rows of the longest length that the
+        data settings allow.
+
+    Raises:
+        UserError: `config.accelerator.ids` is more than the data settings allow.
     """
     data, ids = run.data, run.accelerator.ids
     max_ids = row_limits(data, config.backbone.config).ids
     run.accelerator.expect("ids", ids <= max_ids, f"at most {max_ids}, for one image")
 
-    def make_bucket(ids: int) -> Bucket:
-        width = -(-ids // data.length_multiple) * data.length_multiple
-        return Bucket(width, min(width, data.policy_text_limit), ids)
+    def make_bucket(num_ids: int) -> Bucket:
+        ids_width = int(round_up(num_ids, data.length_multiple))
+        # The user's words and the targets are at most all ids of the row.
+        return Bucket(ids_width, min(ids_width, data.policy_text_limit), num_ids)
 
     return BatchWidths({make_bucket(ids): 1}, make_bucket(max_ids))
 
@@ -125,11 +142,14 @@ def measure_cost(
         config: static part of the updates.
         dtype: dtype of the frozen weights.
         rows: rows of a batch.
-        target: devices that are not present, with their compiler; None for the devices of jax.
+        target: compiler for devices that are not present; None compiles for the devices of jax.
+
+    Returns:
+        The cost of the phase.
     """
     counts, widest = widths
     traced = {bucket: trace_update(config, dtype, rows, bucket) for bucket in {*counts, widest}}
-    weight_bytes = sum(
+    weight_bytes = sum(  # of the part of each array that one device stores
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(abstract_weights(config, dtype))
     )
@@ -141,7 +161,12 @@ def measure_cost(
 
 
 def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> Usage:
-    """Compiles the result of `trace_update`; returns the memory on each device."""
+    """Returns the memory that the compiler plans for an update on each device.
+
+    Args:
+        traced: result of `trace_update`.
+        target: compiler for devices that are not present; None compiles for the devices of jax.
+    """
     if target is not None:
         return usage(target.compile(traced.lower()))
     is_on_cpu = jax.default_backend() == "cpu"
@@ -151,29 +176,54 @@ def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> U
 def trace_update(
     config: StepConfig, dtype: DTypeLike, rows: int, bucket: Bucket
 ) -> jax.stages.Traced:
-    """Traces an update of abstract weights, state and batch, placed as in a run."""
+    """Traces an update without allocating arrays.
+
+    Args:
+        config: static part of the update.
+        dtype: dtype of the frozen weights.
+        rows: rows of a batch.
+        bucket: padded widths of the batch.
+
+    Returns:
+        The traced update, whose arguments have the shardings of a run.
+    """
     mesh = config.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
     state = jax.eval_shape(lambda key: step.init_state(key, config), key)
     stats = jax.eval_shape(lambda: FeatureStats.start(config.backbone.config.token_width))
     state, stats, key = _place((state, stats, key), mesh, ((r".*", P()),))
     batch = _place(abstract_batch(config, rows, bucket), mesh, BATCH_RULES)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    step_number = jax.ShapeDtypeStruct((), jnp.int32)
     weights = abstract_weights(config, dtype)
-    return step.update.trace(weights, state, stats, batch, key=key, step=number, config=config)
+    return step.update.trace(weights, state, stats, batch, key=key, step=step_number, config=config)
 
 
 def abstract_batch(config: StepConfig, rows: int, bucket: Bucket) -> step.TrainingBatch:
-    """Returns the shapes of a batch of these widths, as `Batches` builds it."""
+    """Returns the shapes and dtypes of a batch of `Batches`.
 
-    def integers(*shape: int, dtype: DTypeLike = jnp.int32):
+    Args:
+        config: static part of the updates.
+        rows: rows of the batch.
+        bucket: padded widths of the rows.
+    """
+
+    def make_array(*shape: int, dtype: DTypeLike = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
-    targets, supervised = integers(bucket.targets), integers(bucket.targets, dtype=jnp.bool_)
-    ids, length, grid = integers(bucket.ids), integers(), integers(2)
-    conversations = Targets(ids, length, targets, targets, supervised, grid)
-    pixels = config.backbone.largest_pixel_shapes(rows)
-    return step.TrainingBatch(pixels, integers(bucket.text), integers(), conversations)
+    conversations = Targets(
+        ids=make_array(bucket.ids),
+        length=make_array(),
+        place=make_array(bucket.targets),
+        target=make_array(bucket.targets),
+        supervised=make_array(bucket.targets, dtype=jnp.bool_),
+        grid=make_array(2),
+    )
+    return step.TrainingBatch(
+        pixels=config.backbone.largest_pixel_shapes(rows),
+        text=make_array(bucket.text),
+        text_length=make_array(),
+        targets=conversations,
+    )
 
 
 def abstract_weights(config: StepConfig, dtype: DTypeLike) -> PyTree:
@@ -183,7 +233,16 @@ def abstract_weights(config: StepConfig, dtype: DTypeLike) -> PyTree:
 
 
 def _place(tree: PyTree, mesh: Mesh | None, rules: Rules) -> PyTree:
-    """Returns abstract arrays with the shardings of a run."""
+    """Adds the shardings of a run to a tree of abstract arrays.
+
+    Args:
+        tree: abstract arrays.
+        mesh: mesh of the run; None places all arrays on the first device.
+        rules: sharding of each array by its path.
+
+    Returns:
+        The tree of abstract arrays with shardings.
+    """
     if mesh is None:
         first_device = SingleDeviceSharding(jax.devices()[0])
         placement = jax.tree.map(lambda _: first_device, tree)
@@ -197,9 +256,14 @@ def _place(tree: PyTree, mesh: Mesh | None, rules: Rules) -> PyTree:
 
 
 def use_virtual_devices(run: Run, target: str | None = None) -> None:
-    """Makes jax provide the planned number of CPU devices. Must be called before jax starts.
+    """Configures jax to provide the planned number of CPU devices.
 
-    Accelerators that jax sees take precedence, unless there is a target.
+    Must be called before jax initializes its devices. Without a target, jax still prefers
+    accelerators if it finds any.
+
+    Args:
+        run: settings of the run.
+        target: devices to plan for, such as "h200:2"; None for the devices that jax finds.
     """
     jax.config.update("jax_num_cpu_devices", _planned_devices(run, target).count)
     if target is not None:
@@ -207,7 +271,7 @@ def use_virtual_devices(run: Run, target: str | None = None) -> None:
 
 
 def _planned_devices(run: Run, target: str | None) -> AcceleratorSettings:
-    """Returns the group `accelerator` of a run, with name and count of the target if given."""
+    """Returns the settings of the devices to plan for; a target replaces name and count."""
     if target is None:
         return run.accelerator
     target_devices = read_name(target)
@@ -220,24 +284,24 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     """Checks configuration and data, compiles the update from abstract weights, and logs a plan.
 
     Needs neither weights nor accelerators: only the model's configuration, tokenizer and image
-    processor are read. Writes nothing but the token counts, which the run then reuses. If the
-    training file or the folder of its images is absent, all rows are assumed to have
-    `config.accelerator.ids` ids, which a line of the log says.
+    processor are read. Writes only the token counts, which the run then reuses. If the training
+    file or the folder of its images is absent, all rows are assumed to have
+    `config.accelerator.ids` ids, and a line of the log says so.
 
     Args:
         run: settings of the run.
         workdir: folder of the run.
-        target: devices to plan for, such as "h200:2"; None for the devices that jax sees.
+        target: devices to plan for, such as "h200:2"; None for the devices that jax finds.
 
     Returns:
-        The cost of the run. For a run in phases, the memory is the most of any phase, and the
-        operations are the mean over all updates.
+        The cost of the run. For a run in phases, the memory is the maximum over the phases, and the
+        FLOPs are the mean over all updates.
     """
     run = dataclasses.replace(run, accelerator=_planned_devices(run, target))
-    problem = missing(target) if target else None
-    if problem:
-        _LOG.info("target      %s: %s; planning with the CPU's compiler", target, problem)
-    compiler = make_target(target) if target and not problem else None
+    missing_part = missing(target) if target else None
+    if missing_part:
+        _LOG.info("target      %s: %s; planning with the CPU's compiler", target, missing_part)
+    compiler = make_target(target) if target and not missing_part else None
     devices = compiler.devices if compiler else _find_devices(run, target)
     mesh = make_mesh(run, devices)
     if compiler and mesh is None:  # a mesh determines the device
@@ -252,15 +316,22 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
         ]
     for line in _report(costs, configs, run, devices):
         _LOG.info(line)
-    largest = max(costs, key=lambda cost: cost.memory.total)
+    largest_cost = max(costs, key=lambda cost: cost.memory.total)
     flops = sum(cost.flops * phase.num_steps for cost, phase in zip(costs, phases, strict=True))
-    return largest._replace(flops=flops / run.steps)
+    return largest_cost._replace(flops=flops / run.steps)
 
 
 def _find_widths(
     run: Run, workdir: str | Path, source: ModelFolder, config: StepConfig
 ) -> BatchWidths:
-    """Returns the widths of the batches of the training file, or assumed widths without a file."""
+    """Returns the widths of a run's batches; assumed widths if there is no training file.
+
+    Args:
+        run: settings of the run.
+        workdir: folder of the run.
+        source: folder of the frozen model.
+        config: static part of the updates.
+    """
     try:
         data = training_source(run.data, local_path(workdir).resolve())
     except FileNotFoundError as error:
@@ -276,7 +347,15 @@ def _find_widths(
 
 
 def _find_devices(run: Run, target: str | None) -> Devices:
-    """Returns the accelerators of jax, or the planned number of CPU devices."""
+    """Returns the accelerators of jax; without accelerators, the planned number of CPU devices.
+
+    Args:
+        run: settings of the run.
+        target: devices to plan for; None for the devices that jax finds.
+
+    Raises:
+        UserError: jax has fewer CPU devices than planned.
+    """
     devices, count = jax.devices(), run.accelerator.count
     if jax.default_backend() != "cpu" and target is None:
         return devices
@@ -294,17 +373,24 @@ def _report(
     run: Run,
     devices: Devices,
 ) -> Iterator[str]:
-    """Yields the plan of a run line by line, from cost and static part of each phase."""
+    """Yields the lines of the report of a dry run.
+
+    Args:
+        costs: cost of each phase.
+        configs: static part of the updates of each phase.
+        run: settings of the run.
+        devices: devices of the run.
+    """
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
     device, forward, num_devices = ACCELERATORS[name], configs[0].forward, costs[0].devices
     mesh, num_parts = forward.mesh, row_count(forward.mesh)
-    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
-    kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    yield f"mesh        {sizes}: {num_devices} {kind} device(s)"
-    rows = forward.rows or run.batch_size
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
+    device_kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
+    yield f"mesh        {axes}: {num_devices} {device_kind} device(s)"
+    rows_per_pass = forward.rows or run.batch_size
     yield (
         f"batch       {run.batch_size} rows per update, {run.batch_size // num_parts} on each "
-        f"device; the frozen model takes {rows // num_parts} of them at a time"
+        f"device; the frozen model takes {rows_per_pass // num_parts} of them at a time"
     )
     phase_hours = []
     for cost, config in zip(costs, configs, strict=True):
@@ -328,7 +414,13 @@ def _report(
 
 
 def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:
-    """Yields memory and operations of a phase."""
+    """Yields the lines on memory and FLOPs of one phase.
+
+    Args:
+        cost: cost of the phase.
+        run: settings of the run.
+        devices: devices of the run.
+    """
     backend, name = devices[0].platform, run.accelerator.name
     device, memory = ACCELERATORS[name], cost.memory
     state_bytes = memory.arguments - cost.weights + memory.outputs
@@ -345,8 +437,11 @@ def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:
     if memory.total > device.memory:
         yield f"            to change: {'; '.join(remedies(run, devices))}"
     num_batches = sum(cost.widths.values())
-    shares = ", ".join(
+    width_shares = ", ".join(
         f"{bucket.ids} ids {count / num_batches:.0%}"
         for bucket, count in sorted(cost.widths.items())
     )
-    yield f"operations  {cost.flops:.3g} FLOPs per update on all devices, the mean over {shares}"
+    yield (
+        f"operations  {cost.flops:.3g} FLOPs per update on all devices, the mean over "
+        f"{width_shares}"
+    )

@@ -25,19 +25,19 @@ _MAX_IN_FLIGHT = 2
 
 
 class Guard:
-    """Stops a run after too many consecutive skipped updates.
+    """Stops a run after too many consecutive updates that were skipped as not finite.
 
-    An update is checked a few updates later, so that the host need not wait for the device.
+    The host checks each update a few updates later, so it does not wait for the device.
 
     Attributes:
         problem: message that ends the run; empty while there is no problem.
     """
 
     def __init__(self, path: Path, batches: Batches, limit: int):
-        """Starts before the first update.
+        """Initializes the guard of a run.
 
         Args:
-            path: file for the samples of the skipped updates.
+            path: file to write with the samples of the skipped updates.
             batches: the batches of the run.
             limit: number of consecutive skipped updates that stops the run.
         """
@@ -46,22 +46,32 @@ class Guard:
         self.problem = ""
 
     def add(self, step: int, skipped_in_row: Int[Array, ""], is_last: bool = False) -> bool:
-        """Adds an update, and checks an earlier one. The last update checks all updates.
+        """Adds an update, and checks the updates that the device has probably finished.
+
+        Args:
+            step: number of the update, counted from 1.
+            skipped_in_row: number of consecutive skipped updates up to this update, possibly not
+                computed yet.
+            is_last: whether this is the last update of the run; then all updates are checked.
 
         Returns:
-            Whether there is a problem.
+            Whether the run must end; `problem` says why.
         """
         self._unchecked.append((step, skipped_in_row))
         while self._unchecked and not self.problem:
             if not is_last and len(self._unchecked) <= _MAX_IN_FLIGHT:
                 break
-            checked_step, count = self._unchecked.popleft()
-            if int(count) >= self._limit:
+            checked_step, num_skipped = self._unchecked.popleft()
+            if int(num_skipped) >= self._limit:  # int() waits for the device
                 self._report(checked_step)
         return bool(self.problem)
 
     def _report(self, step: int) -> None:
-        """Writes the samples of the skipped updates up to `step`, counted from 1."""
+        """Writes the samples of the skipped updates, and sets `problem`.
+
+        Args:
+            step: number of the last skipped update, counted from 1.
+        """
         steps = range(step - self._limit + 1, step + 1)
         batches: list[JsonObject] = [
             {"step": number, "samples": self._batches.samples(number - 1)} for number in steps
@@ -88,14 +98,25 @@ def memory_advice(run: Run, devices: Devices | None = None) -> Iterator[None]:
 
 
 def remedies(run: Run, devices: Devices | None = None) -> list[str]:
-    """Lists unused ways to save memory, the cheapest first."""
+    """Lists changes of the settings that save memory, the cheapest change first.
+
+    Args:
+        run: settings of the run.
+        devices: devices of the run; None selects the devices of jax.
+
+    Returns:
+        The changes as text, without changes that the settings already have.
+    """
     devices = jax.devices() if devices is None else devices
     num_parts = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))
     device_rows, rows_at_once = run.batch_size // num_parts, run.model.rows_at_once
-    changes, pass_rows = [], min(rows_at_once or device_rows, device_rows)
-    if pass_rows > 1:
-        change = f"{'lower' if rows_at_once else 'set'} config.model.rows_at_once"
-        changes.append(f"{change} (the frozen model runs {pass_rows} rows at a time)")
+    changes, rows_per_pass = [], min(rows_at_once or device_rows, device_rows)
+    if rows_per_pass > 1:
+        verb = "lower" if rows_at_once else "set"
+        changes.append(
+            f"{verb} config.model.rows_at_once (the frozen model runs {rows_per_pass} rows at a "
+            "time)"
+        )
     if not run.model.remat:
         changes.append("set config.model.remat=True (recomputes blocks instead of storing them)")
     if run.model.dtype == "float32":

@@ -19,7 +19,10 @@ PROFILE = "profile"
 
 
 class Hooks:
-    """Hooks of a run's updates. Only the main process writes."""
+    """Metrics, validation and profile before and after each update of a run.
+
+    Only the main process writes files.
+    """
 
     def __init__(
         self,
@@ -38,9 +41,9 @@ class Hooks:
             validation: validation on held-out questions; None for no validation.
             window: first and last update to profile, counted from 1; None for no profile.
         """
-        self._run, self._done_before, self._validation = run, done, validation
-        self._folder, self._window = workdir / PROFILE, window or (0, 0)
-        self._profile_start = 0  # first update of the open profile; 0 if none is open
+        self._run, self._num_done_before, self._validation = run, done, validation
+        self._profile_folder, self._window = workdir / PROFILE, window or (0, 0)
+        self._profile_start = 0  # first update of the open profile; 0 without an open profile
         if window is not None and window[1] <= done:
             distributed.say(f"No profile: updates {window[0]} to {window[1]} are done")
         self._log = None
@@ -51,7 +54,7 @@ class Hooks:
     def before(self, step: int) -> None:
         """Starts the profile if it begins with update `step`, counted from 1."""
         if not self._profile_start and self._window[0] <= step <= self._window[1]:
-            jax.profiler.start_trace(str(self._folder))
+            jax.profiler.start_trace(str(self._profile_folder))
             self._profile_start = step
 
     def after(
@@ -61,32 +64,34 @@ class Hooks:
         policy: Callable[[], Policy],
         objective: str,
     ) -> None:
-        """Logs and validates after update `step`, counted from 1, has been dispatched.
+        """Logs metrics, validates and ends the profile, if update `step` is due for them.
 
         Args:
-            step: number of the update.
+            step: number of the update that the host has just dispatched, counted from 1.
             metrics: metrics of the update, possibly not computed yet.
             policy: returns the policy after the update.
             objective: name of the objective of the update.
         """
         if self._profile_start and step == self._window[1]:
             jax.block_until_ready(metrics)
-            distributed.say(f"Profile of updates {self._profile_start} to {step}: {self._folder}")
+            updates = f"{self._profile_start} to {step}"
+            distributed.say(f"Profile of updates {updates}: {self._profile_folder}")
             self._end_profile()
-        if step == self._done_before + 1:
+        if step == self._num_done_before + 1:
+            # The clock starts after the first update, which includes the compilation.
             jax.block_until_ready(metrics)
             if self._log is not None:
                 self._log.start_clock(step)
         is_last = step == self._run.steps
         if self._log is not None and (step % self._run.log_every == 0 or is_last):
             self._log.write(step, metrics, objective)
-        every = self._run.validation.every
-        if self._validation is not None and (step % every == 0 or is_last):
+        interval = self._run.validation.every
+        if self._validation is not None and (step % interval == 0 or is_last):
             entropy = float(metrics.get("entropy", math.nan))
             # The diagnosis may advise another recipe. "auto" has already measured whether RLOO can
-            # replace the gate.
-            has_measured = (self._run.recipe, objective) == (AUTO, GATE)
-            recipe = "" if has_measured else objective
+            # replace the gate, so it gets no advice.
+            is_measured_choice = (self._run.recipe, objective) == (AUTO, GATE)
+            recipe = "" if is_measured_choice else objective
             row = self._validation(step, policy(), entropy, recipe)  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)
@@ -105,7 +110,18 @@ class Hooks:
 
 
 def read_window(text: str, steps: int) -> tuple[int, int]:
-    """Reads the flag `--profile`, "FIRST:LAST", with updates counted from 1."""
+    """Parses the flag `--profile`, such as "10:12" for the updates 10 to 12, counted from 1.
+
+    Args:
+        text: value of the flag.
+        steps: number of updates of the run.
+
+    Returns:
+        The first and the last update to profile.
+
+    Raises:
+        UserError: the text has another form, or an update is not in the run.
+    """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
         raise UserError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")

@@ -1,8 +1,8 @@
 """The loss of the frozen language model on visual tokens, a few rows at a time.
 
-The weights are frozen, so the backward pass returns the gradient of each row's tokens only. Value
-and gradient of a few rows are computed together, before the next rows. So only a few rows are
-stored, nothing is computed twice, and on a CPU the data stay in the cache.
+The weights are frozen, so the backward pass returns only the gradient of the visual tokens. Loss
+and gradient of a few rows are computed together, before the next rows. So the activations of
+only a few rows are stored and nothing is computed twice.
 """
 
 import functools
@@ -27,12 +27,15 @@ BatchArray = Any
 
 
 class Targets(NamedTuple):
-    """Conversations as the language model reads them, and their supervised tokens.
+    """Tokenized conversations, and the tokens of the answers that are supervised.
+
+    Axes: b conversations, l ids, k supervised tokens.
 
     Attributes:
         ids: ids of the conversation with `IMAGE_TOKEN` in place of the image, right-padded.
         length: number of ids in each row.
-        place: index of the id before each supervised token, where the token is predicted.
+        place: index in `ids` of the id before each supervised token; the model predicts the token
+            there.
         target: ids of the supervised tokens.
         supervised: True at real targets, False at padding.
         grid: rows and columns of each image's visual tokens.
@@ -61,15 +64,24 @@ class ForwardOptions(NamedTuple):
 
 
 def map_rows(function: Callable[[PyTree], PyTree], options: ForwardOptions, rows: PyTree) -> PyTree:
-    """Applies a function of rows to `options.rows` rows at a time, and joins the results."""
+    """Applies a function to a few rows at a time, and joins the results.
+
+    Args:
+        function: maps a tree of arrays with a leading axis of rows to another such tree.
+        options: has the number of rows per pass, and the mesh.
+        rows: tree of arrays with a leading axis of rows.
+
+    Returns:
+        The results for all rows, in the order of `rows`.
+    """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     num_passes = num_rows // options.rows if options.rows else 1
     if num_passes <= 1:
         return function(rows)
 
     def split(x):
-        # Every device keeps a share of each pass. With n passes, rows i, i + n, i + 2 n, ... are
-        # the rows of pass i.
+        # With n passes, pass i has the rows i, i + n, i + 2 n, ... Rows are sharded contiguously,
+        # so each device has a share of the rows of every pass.
         return x.reshape(num_rows // num_passes, num_passes, *x.shape[1:]).swapaxes(0, 1)
 
     def join(x):
@@ -90,11 +102,20 @@ def lm_loss(
 ) -> Float[Array, ""]:
     """Computes the mean loss of the supervised tokens, given all visual tokens of each image.
 
-    The visual tokens keep their positions. The loss is differentiable with respect to `tokens`
-    only.
+    The loss is differentiable only with respect to `tokens`.
+
+    Args:
+        params: weights of the frozen model.
+        backbone: the frozen model.
+        options: how the frozen model is run.
+        tokens: [b, n, w] visual tokens of each image before the projector, possibly gated.
+        targets: the conversations.
+
+    Returns:
+        Mean cross-entropy in nats over the supervised tokens of the batch.
     """
-    count = jnp.maximum(jnp.sum(targets.supervised), 1)
-    return jnp.sum(_row_losses(backbone, options, params, tokens, targets)) / count
+    num_supervised = jnp.maximum(jnp.sum(targets.supervised), 1)
+    return jnp.sum(_row_losses(backbone, options, params, tokens, targets)) / num_supervised
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -109,7 +130,7 @@ def _row_losses(backbone, options, params, tokens, targets):
 
 
 def _row_losses_fwd(backbone, options, params, tokens, targets):
-    """Returns the losses, and the gradient of each row's loss with respect to the row's tokens."""
+    """Computes the losses; the residuals are the gradients of each row's loss by its tokens."""
 
     def compute(rows):
         tokens, targets = rows
@@ -122,7 +143,7 @@ def _row_losses_fwd(backbone, options, params, tokens, targets):
 
 
 def _row_losses_bwd(backbone, options, token_grads, loss_grads):
-    """Returns the gradient of the tokens. Frozen weights and targets have no gradient."""
+    """Scales the gradients of the tokens; frozen weights and targets have no gradient."""
     return None, token_grads * loss_grads[:, None, None].astype(token_grads.dtype), None
 
 
@@ -132,11 +153,11 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 def _all_token_losses(
     backbone: Backbone, options: ForwardOptions, params, tokens, targets: Targets
 ) -> Float[Array, " b"]:
-    """Computes the losses of `row_scores` for rows with all visual tokens."""
+    """Computes the losses of `row_scores` for rows that keep all visual tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
-    count = jnp.asarray(backbone.num_tokens(targets.grid))
-    kept = Pruned(index, tokens, index < count[:, None], count)
+    num_tokens = jnp.asarray(backbone.num_tokens(targets.grid))
+    kept = Pruned(index, tokens, index < num_tokens[:, None], num_tokens)
     return row_scores(params, backbone, options, kept=kept, targets=targets)[0]
 
 
@@ -149,7 +170,7 @@ def row_scores(
     targets: Targets,
     positions: str = "original",
 ) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
-    """Computes how well the model predicts conversations with kept visual tokens.
+    """Computes how well the frozen model predicts answers from the kept visual tokens.
 
     Args:
         params: weights of the frozen model.
@@ -160,8 +181,8 @@ def row_scores(
         positions: position ids of the kept tokens, as in `assembly.assemble`.
 
     Returns:
-        The summed cross-entropy of each row in nats, and whether every supervised token of the row
-        is the most probable token at its place.
+        losses: [b] summed cross-entropy of the supervised tokens of each row, in nats.
+        is_correct: [b] True = each supervised token of the row is the most probable token.
     """
     k = kept.tokens.shape[1]
     tokens = backbone.project(params, kept.tokens)
@@ -171,7 +192,7 @@ def row_scores(
         backbone,
         targets.ids,
         targets.length,
-        jax.tree.map(lambda part: part[:, None], visual),
+        jax.tree.map(lambda array: array[:, None], visual),  # one image per row
         targets.grid[:, None],
         positions=positions,
         capacity=targets.ids.shape[1] - 1 + k,
@@ -183,15 +204,16 @@ def row_scores(
     stage = decoder.run_layers(
         language, backbone.config.text, sequence.rows, layers, execution=options.execution
     )
-    # The head runs only at the supervised places. On all places its result would be the largest
-    # array of the update.
-    place = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
-    hidden = jnp.take_along_axis(stage.hidden, place[..., None], axis=1)
+    # The head runs only at the slots that predict supervised tokens. The logits of all slots would
+    # be the largest array of the update. The kept tokens replace one id, so later ids move by
+    # count - 1 slots.
+    slot = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
+    hidden = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
     log_prob = jax.nn.log_softmax(decoder.logits(language, backbone.config.text, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
-    is_right = jnp.argmax(log_prob, axis=-1) == targets.target
+    is_most_probable = jnp.argmax(log_prob, axis=-1) == targets.target
     losses = -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
-    return losses, jnp.all(is_right | ~targets.supervised, axis=1)
+    return losses, jnp.all(is_most_probable | ~targets.supervised, axis=1)
 
 
 def answer_losses(
@@ -205,8 +227,8 @@ def answer_losses(
 ) -> Float[Array, "b g"]:
     """Computes the mean loss of each conversation's answer, given each of g subsets of tokens.
 
-    There is no backward pass. So all subsets of `options.rows` conversations need no more memory
-    than `lm_loss` needs for `options.rows` conversations.
+    A pass runs all g subsets of `options.rows` conversations. Without a backward pass, it needs no
+    more memory than a pass of `lm_loss`.
 
     Args:
         params: weights of the frozen model.
@@ -214,13 +236,17 @@ def answer_losses(
         options: how the frozen model is run.
         kept: the subsets; leaves are [b, g, ...].
         targets: the conversations.
-        positions: position ids of the kept tokens, as in `vlm.assemble`.
+        positions: position ids of the kept tokens, as in `assembly.assemble`.
+
+    Returns:
+        [b, g] mean cross-entropy in nats over the supervised tokens of each conversation.
     """
     g = kept.count.shape[1]
-    count = jnp.maximum(1, jnp.sum(targets.supervised, axis=1, keepdims=True))
+    num_supervised = jnp.maximum(1, jnp.sum(targets.supervised, axis=1, keepdims=True))
 
     def compute(rows):
         subsets, targets = rows
+        # [rows, g, ...] to [rows * g, ...]: each subset becomes a row of the model.
         subsets = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), subsets)
         targets = jax.tree.map(lambda x: jnp.repeat(x, g, axis=0), targets)
         losses, _ = row_scores(
@@ -228,4 +254,4 @@ def answer_losses(
         )
         return losses.reshape(-1, g)
 
-    return map_rows(compute, options, (kept, targets)) / count
+    return map_rows(compute, options, (kept, targets)) / num_supervised

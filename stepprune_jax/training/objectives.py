@@ -20,13 +20,15 @@ GATE, RLOO = "gate", "rloo"
 
 
 class ModelLoss(NamedTuple):
-    """Losses of the frozen language model on one batch. Each objective calls one of them.
+    """Functions that compute losses of the frozen language model on one batch.
+
+    Axes: b images with their questions, n tokens per image, w channels, g subsets of tokens.
 
     Attributes:
-        of_gated_tokens: maps all tokens of each image after gating, [b, n, w], to the mean loss of
-            the batch's answer tokens. Differentiable with respect to the tokens.
-        of_subsets: maps kept tokens whose leaves are [b, g, ...], and the name of their position
-            ids, to the mean loss of each answer's tokens, [b, g].
+        of_gated_tokens: maps the gated tokens of each image, [b, n, w], to the mean loss of all
+            answer tokens of the batch, []. Differentiable with respect to the tokens.
+        of_subsets: maps kept tokens, whose leaves are [b, g, ...], and the name of their position
+            ids ("original" or "compact") to the mean loss of each answer, [b, g].
     """
 
     of_gated_tokens: Callable[[Float[Array, "b n w"]], Float[Array, ""]]
@@ -35,10 +37,14 @@ class ModelLoss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
-    """A loss that trains a selector. It is hashable, because compiled updates depend on it."""
+    """A loss that trains a selector; hashable, because it is a static argument of compiled updates.
+
+    Attributes:
+        name: name in configurations and metrics.
+        title: name in lines of the log.
+    """
 
     name: ClassVar[str]
-    # The objective in the words of a log line.
     title: ClassVar[str]
 
     def configure(self, selector: Policy) -> Policy:
@@ -46,7 +52,11 @@ class Objective(abc.ABC):
         return selector
 
     def text_gate(self, share: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns g_txt in [0, 1] after a `share` of the phase's updates."""
+        """Returns the opening of the text gate, from 0 (closed) to 1 (open).
+
+        Args:
+            share: fraction of the phase's updates that are done.
+        """
         return jnp.ones(())
 
     @abc.abstractmethod
@@ -61,11 +71,13 @@ class Objective(abc.ABC):
         """Computes the loss of a batch.
 
         Args:
-            selector: the selector with its weights. Differentiate with respect to the weights only.
+            selector: the selector with its weights. The caller differentiates with respect to the
+                weights.
             key: PRNG key; consumed.
-            inputs: images and questions. Must not contain the answers.
+            inputs: images and questions, without the answers.
             model_loss: losses of the frozen model on the batch.
-            progress: schedules of the training so far.
+            progress: fraction of the phase that is done, opening of the text gate, and state of the
+                objective.
 
         Returns:
             The loss, and the metrics and the state of the objective.
@@ -77,7 +89,7 @@ class GateObjective(Objective):
     """Language-modeling loss of all tokens, each scaled by a noise gate.
 
     Attributes:
-        text_gate_anneal: share of the updates over which g_txt rises from 0 to 1; 0 keeps 1.
+        text_gate_anneal: fraction of the updates over which the text gate opens; 0 keeps it open.
     """
 
     name: ClassVar[str] = GATE
@@ -86,7 +98,7 @@ class GateObjective(Objective):
     text_gate_anneal: float = 0.0
 
     def text_gate(self, share: Float[Array, ""]) -> Float[Array, ""]:
-        """Returns g_txt, which rises linearly over `text_gate_anneal` of the updates."""
+        """Returns the opening of the text gate, which rises linearly from 0 to 1."""
         if not self.text_gate_anneal:
             return jnp.ones(())
         return jnp.minimum(1.0, share / self.text_gate_anneal)
@@ -99,7 +111,7 @@ class GateObjective(Objective):
         model_loss: ModelLoss,
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the selector's own objective, `Selector.loss`, on gated tokens."""
+        """Computes `Selector.loss` with the loss of the frozen model on gated tokens."""
         return selector.loss(key, inputs, model_loss.of_gated_tokens, progress)
 
 
@@ -109,8 +121,10 @@ class RlooObjective(Objective):
 
     Attributes:
         settings: number and sizes of the subsets.
-        temperature: sampling temperature of the trained selector; None keeps its configuration's.
-        length_weight: price of a kept token; None keeps the price of the selector's configuration.
+        temperature: sampling temperature of the trained selector; None keeps the temperature of the
+            selector's configuration.
+        length_weight: price of a kept token in the reward; None keeps the price of the selector's
+            configuration.
     """
 
     name: ClassVar[str] = RLOO
@@ -134,7 +148,7 @@ class RlooObjective(Objective):
         model_loss: ModelLoss,
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes `rloo_loss`, with answers from each sampled subset."""
+        """Computes `rloo_loss`; rewards follow from the frozen model's losses on the answers."""
 
         def answer_losses(kept: Pruned) -> Float[Array, "b g"]:
             return model_loss.of_subsets(kept, self.settings.positions)

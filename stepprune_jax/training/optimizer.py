@@ -16,7 +16,7 @@ from stepprune_jax.settings import Settings, count, number, positive, setting
 
 
 def _decay(default: float) -> Any:
-    """Defines a field for the decay of a moment. Its bias correction divides by 1 minus decay."""
+    """Defines a field for the decay of a moment; below 1, because Adam divides by 1 - decay."""
     return setting(default, "a number from 0, below 1", lambda value: 0 <= value < 1)
 
 
@@ -48,7 +48,13 @@ class OptimizerSettings(Settings, path="config.optimizer"):
 def learning_rate(
     settings: OptimizerSettings, num_steps: int, step: Int[Array, ""] | int
 ) -> Float[Array, ""]:
-    """Computes the learning rate of update `step`: linear warm-up from 0, then a cosine."""
+    """Computes the learning rate of an update: linear warm-up from 0, then a cosine.
+
+    Args:
+        settings: settings of the optimizer.
+        num_steps: number of updates of the schedule.
+        step: number of the update, counted from 0.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.lr, settings.warmup, num_steps, settings.final_lr
     )
@@ -60,13 +66,17 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Builds the optimizer: AdamW, or Muon for matrices and AdamW for other weights.
 
-    Its `update` takes the number of the update as the keyword `step`. Skipped updates advance the
-    schedule and leave the optimizer's state unchanged.
+    `update` of the optimizer takes the number of the update as the keyword `step`. So a skipped
+    update, which leaves the optimizer's state unchanged, still advances the learning rate.
 
     Args:
         settings: settings of the optimizer.
         num_steps: number of updates, for the schedule of the learning rate.
-        selector: the selector to train, which says which weights belong to its stop.
+        selector: the selector to train. If `clips_stop_apart`, the gradients of the weights of its
+            learned stop are clipped separately.
+
+    Returns:
+        The chain of clipping, moments, weight decay and learning rate.
     """
     decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
     if selector.clips_stop_apart:
@@ -94,7 +104,15 @@ def make_optimizer(
 
 
 def mark_stop(selector: Selector, params: Weights) -> PyTree:
-    """Returns a tree with True at the weights that belong only to the stop."""
+    """Marks the weights that only the learned stop uses.
+
+    Args:
+        selector: the selector.
+        params: weights of the selector, or their gradients.
+
+    Returns:
+        A tree of booleans with the structure of `params`.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: selector.is_stop(path_name(path)), params
     )
@@ -103,10 +121,18 @@ def mark_stop(selector: Selector, params: Weights) -> PyTree:
 def _descend(
     inner: optax.GradientTransformation, settings: OptimizerSettings, num_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` followed by minus the learning rate of update `step`.
+    """Appends multiplication by the negative learning rate to a transformation.
 
-    The state is the state of `inner`. A count of updates in the state would not advance at skipped
-    updates.
+    `optax.scale_by_learning_rate` counts updates in its state, which does not advance at skipped
+    updates. This function reads the number of the update from the keyword `step` of `update`.
+
+    Args:
+        inner: the transformation before the learning rate.
+        settings: settings of the optimizer.
+        num_steps: number of updates of the schedule.
+
+    Returns:
+        The transformation, with the state of `inner`.
     """
 
     def update(updates, state, params=None, **extra_args):
@@ -118,5 +144,5 @@ def _descend(
 
 
 def _matrix_dimensions(params: Any) -> Any:
-    """Returns Muon's dimension numbers for matrices, and None for other weights."""
+    """Selects the weights for Muon: dimension numbers for matrices, None for other weights."""
     return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)

@@ -19,14 +19,14 @@ from stepprune_jax.training.optimizer import OptimizerSettings
 
 AUTO = "auto"
 RECIPES = (GATE, RLOO, AUTO)
-# Share of the updates through the gate, if "auto" begins with the gate. With .5 and .7, some runs
-# switched before a few tokens sufficed for an answer (experiments/RESULTS.md).
+# Fraction of the updates that train through the gate, if "auto" begins with the gate. With 0.5 and
+# 0.7, some runs switched before a few tokens sufficed for an answer (experiments/RESULTS.md).
 GATE_SHARE = 0.8
-# The learning rate of RLOO at a width of 64 in the small world. The rate falls with the width:
-# half the rate served twice the width, in one run each.
+# Learning rate of RLOO at a width of 64, tuned in the small world of the experiments. The rate is
+# inversely proportional to the width: half the rate worked at twice the width, in one run each.
 _RLOO_LR, _RLOO_WIDTH = 1e-3, 64
-# RLOO's price of a token per price of the gate. With RLOO a token gains probability, through the
-# gate a token gains nats.
+# Ratio of RLOO's price of a token to the gate's price. RLOO's reward is a probability, and the
+# gate's loss is in nats.
 _PRICE_FACTOR = 4
 
 
@@ -35,11 +35,11 @@ class RlooTraining(RlooSettings, path="config.rloo"):
     """Settings of training by RLOO; the group `rloo` of a configuration.
 
     Attributes:
-        lr: peak learning rate; None for 1e-3 at a width of 64, in inverse proportion to the width.
-        final_lr: learning rate at the end of the cosine; None for a tenth of `lr`.
+        lr: peak learning rate; None selects 1e-3 * 64 / width.
+        final_lr: learning rate at the end of the cosine; None selects a tenth of `lr`.
         muon_lr: peak learning rate of Muon, for matrices; 0 leaves all weights to AdamW.
         temperature: sampling temperature in training, and afterwards of the trained policy.
-        length_weight: price of a kept token; None for four times the gate's `length_weight`.
+        length_weight: price of a kept token; None selects four times the gate's price.
     """
 
     lr: float | None = setting(None, "a number above 0, or None", lambda value: value > 0)
@@ -49,10 +49,14 @@ class RlooTraining(RlooSettings, path="config.rloo"):
     length_weight: float | None = number(None)
 
     def resolve(self, config: Any) -> "RlooTraining":
-        """Returns the settings with numbers for None.
+        """Replaces None by the default numbers for a selector.
 
         Args:
-            config: configuration of the selector that is trained.
+            config: configuration of the selector to train.
+
+        Returns:
+            The settings, where only `length_weight` may be None: for a selector without a price of
+            tokens.
         """
         width = getattr(config, "policy_width", config.feature_width)
         lr = _RLOO_LR * _RLOO_WIDTH / width if self.lr is None else self.lr
@@ -70,8 +74,8 @@ class Phase:
     Attributes:
         objective: the loss.
         optimizer: settings of the optimizer, whose schedule spans the phase.
-        first: updates of the run before the phase.
-        last: updates of the run at the end of the phase.
+        first: number of updates of the run before the phase.
+        last: number of updates of the run at the end of the phase.
     """
 
     objective: Objective
@@ -121,9 +125,9 @@ class Rloo:
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """RLOO if random subsets teach the policy from the start; otherwise the gate, then RLOO.
+    """Only RLOO if sampled subsets already help a random policy; otherwise the gate, then RLOO.
 
-    `training.run` measures whether they do before the first update, and calls `choose`.
+    `training.run` measures before the first update what sampled subsets gain, and calls `choose`.
 
     Attributes:
         gate: recipe of the first updates.
@@ -135,14 +139,14 @@ class Auto:
 
     def phases(self, steps: int) -> tuple[Phase, ...]:
         """Returns the phases of a run that begins with the gate."""
-        switch = round(GATE_SHARE * steps)
+        num_gate_steps = round(GATE_SHARE * steps)
         return (
-            Phase(self.gate.objective, self.gate.optimizer, 0, switch),
-            Phase(self.rloo.objective, self.rloo.optimizer, switch, steps),
+            Phase(self.gate.objective, self.gate.optimizer, first=0, last=num_gate_steps),
+            Phase(self.rloo.objective, self.rloo.optimizer, first=num_gate_steps, last=steps),
         )
 
     def choose(self, begin: str) -> "Auto | Rloo":
-        """Returns the recipe of a run that begins with the objective of the name `begin`."""
+        """Returns the recipe of a run whose first objective has the name `begin`."""
         return self.rloo if begin == RLOO else self
 
 

@@ -49,7 +49,7 @@ from stepprune_jax.workdir.metrics import METRICS, VALIDATION, check_boards
 
 _LOG = logging.getLogger(__name__)
 
-# Field of run.json with the first objective of a run of the recipe "auto".
+# Field of run.json with the name of the first objective, for a run of the recipe "auto".
 _BEGIN = "begin"
 
 
@@ -59,8 +59,8 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     Writes `metrics.jsonl` (one object per line), `run.json`, `checkpoints/` and at the end
     `policy.safetensors`; if requested, `validation.jsonl`, `overlays/` and `profile/`. A resumed
     run gives bitwise the same numbers as an uninterrupted run. On Ctrl-C, SIGTERM or SIGHUP the run
-    saves its state and returns. The folder becomes the run's after everything but images and
-    weights has been checked. With several processes (`parallel.distributed`), all must call
+    saves its state and returns. The run claims its folder after all checks except the checks of
+    images and weights. With several processes (`parallel.distributed`), all processes must call
     `train` with a folder that all can read.
 
     Args:
@@ -69,13 +69,13 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         window: first and last update to profile, counted from 1.
 
     Returns:
-        0 if the run is finished; otherwise the number of the signal that stopped it in any process.
+        0 if the run is finished; otherwise the number of the signal that stopped any process.
 
     Raises:
         FileNotFoundError: model, data or an image is missing.
-        ValueError: a bad configuration or bad data; a folder of another run, or in use by another
-            process; too little memory; or too many consecutive updates without a finite loss and
-            gradient.
+        ValueError: the configuration or the data are invalid; the folder belongs to another run or
+            another process uses it; the memory does not suffice; or too many consecutive updates
+            had a loss or gradient that was not finite.
     """
     workdir = _check_outputs(run, workdir)
     source, phases = run.model.inspect(), run.make_recipe().phases(run.steps)
@@ -86,15 +86,15 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         questions = read_questions(run, configs[0])
         calibration_questions = read_calibration_questions(run)
         model_hash, data_hash = model_identity(source), file_identity(data.file)
-        about = distributed.main_first(lambda: claim(workdir, run, model_hash, data_hash))
+        description = distributed.main_first(lambda: claim(workdir, run, model_hash, data_hash))
         interrupt = stack.enter_context(Interrupt())
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, run.keep_checkpoints)))
         if _is_finished(run, workdir, checkpoints):
             return 0
         is_new = checkpoints.latest is None
         if run.recipe == AUTO and not is_new:
-            configs = _configs_from(_read_begin(workdir, about), run, configs)
-        start = _read_start(run, configs[0]) if is_new else None
+            configs = _configs_from(_read_begin(workdir, description), run, configs)
+        start_weights = _read_start(run, configs[0]) if is_new else None
         batches = _open_batches(run, configs[0], source=source, data=data, data_hash=data_hash)
         if signal_number := _stopped_before_start(interrupt):
             return signal_number
@@ -105,7 +105,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             return signal_number
         trainer = Trainer(run, model, configs, batches)
         if is_new:
-            trainer.init(start)
+            trainer.init(start_weights)
         else:
             trainer.restore(checkpoints)
         stack.callback(trainer.stream.close)
@@ -113,10 +113,12 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             decision = _decide(run, configs, trainer, interrupt)
             if decision is None:
                 return _stopped_before_start(interrupt)
-            about = _remember(workdir, about | decision)
+            description = _write_run_file(workdir, description | decision)
         hooks = stack.enter_context(closing(Hooks(run, workdir, trainer.done, validation, window)))
         guard = Guard(workdir / NONFINITE_FILE, batches, run.max_skipped)
-        loop = _Loop(trainer, hooks, guard, interrupt, partial(trainer.save, checkpoints, about))
+        loop = _Loop(
+            trainer, hooks, guard, interrupt, partial(trainer.save, checkpoints, description)
+        )
         if signal_number := loop.update_to_end():
             return signal_number
         policy = _calibrate(run, model, trainer.policy(), calibration_questions, loop.metrics)
@@ -125,27 +127,31 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
 
 def _check_outputs(run: Run, workdir: str | Path) -> Path:
-    """Checks the outputs of a run; returns the absolute path of its folder.
+    """Checks that a run can write its outputs, and returns the absolute path of its folder.
 
     Raises:
-        UserError: a package of a board is missing, or the folder has logs of no run, such as the
-            questions of a data folder.
+        UserError: TensorBoard or Weights & Biases is not installed although requested; or the
+            folder has a file with the name of a log but no `run.json`, as a data folder may have.
     """
     check_boards(run.tensorboard, run.wandb)
     workdir = local_path(workdir).resolve()
-    logs = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
-    if logs and not (workdir / RUN_FILE).exists():
-        raise UserError(f"{logs[0]} is of no run and would be erased: give another --workdir")
+    log_files = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
+    if log_files and not (workdir / RUN_FILE).exists():
+        raise UserError(f"{log_files[0]} is of no run and would be erased: give another --workdir")
     return workdir
 
 
 def _is_finished(run: Run, workdir: Path, checkpoints: Checkpoints) -> bool:
-    """Returns whether the run has written its policy, and says so.
+    """Returns whether the run has written its policy, and prints a message if so.
 
-    A policy of an earlier run in the same folder is older than run.json.
+    Args:
+        run: settings of the run.
+        workdir: folder of the run, with `run.json`.
+        checkpoints: checkpoints of the run.
     """
-    policy, start_time = workdir / POLICY_FILE, (workdir / RUN_FILE).stat().st_mtime
-    has_policy = policy.is_file() and policy.stat().st_mtime >= start_time
+    policy_file, start_time = workdir / POLICY_FILE, (workdir / RUN_FILE).stat().st_mtime
+    # A policy of an earlier run in the same folder is older than run.json.
+    has_policy = policy_file.is_file() and policy_file.stat().st_mtime >= start_time
     is_finished = distributed.any_process(has_policy) and checkpoints.latest == run.steps
     if is_finished:
         distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
@@ -153,7 +159,13 @@ def _is_finished(run: Run, workdir: Path, checkpoints: Checkpoints) -> bool:
 
 
 def _configs_from(begin: str, run: Run, configs: Sequence[StepConfig]) -> Sequence[StepConfig]:
-    """Returns the static part of the updates of each phase, if "auto" begins with `begin`."""
+    """Returns the static part of the updates of each phase, given the first objective of "auto".
+
+    Args:
+        begin: name of the first objective, "gate" or "rloo".
+        run: settings of a run of the recipe "auto".
+        configs: static part of the updates of each phase of a run that begins with the gate.
+    """
     recipe = run.make_recipe()
     if not isinstance(recipe, Auto):  # the method cannot sample subsets
         return configs
@@ -161,9 +173,20 @@ def _configs_from(begin: str, run: Run, configs: Sequence[StepConfig]) -> Sequen
     return make_step_configs(run, config.backbone, config.forward.mesh, phases)
 
 
-def _read_begin(workdir: Path, about: JsonObject) -> str:
-    """Returns the name of the objective with which an interrupted run of "auto" began."""
-    begin = read_former_recipe(about.get(_BEGIN))
+def _read_begin(workdir: Path, description: JsonObject) -> str:
+    """Reads the first objective of an interrupted run of "auto" from its description.
+
+    Args:
+        workdir: folder of the run, for error messages.
+        description: content of run.json.
+
+    Returns:
+        "gate" or "rloo".
+
+    Raises:
+        UserError: run.json has no such name.
+    """
+    begin = read_former_recipe(description.get(_BEGIN))
     if begin not in (GATE, RLOO):
         file = workdir / RUN_FILE
         raise UserError(f"{file}: {_BEGIN!r} is {begin!r}, expected {GATE!r} or {RLOO!r}")
@@ -171,7 +194,14 @@ def _read_begin(workdir: Path, about: JsonObject) -> str:
 
 
 def _read_start(run: Run, config: StepConfig) -> tuple[Weights, FeatureStats] | None:
-    """Reads the first weights and statistics from a policy; None for random weights.
+    """Reads the weights of the policy that `run.start` names.
+
+    Args:
+        run: settings of the run.
+        config: static part of the updates, with the selector to train.
+
+    Returns:
+        The weights, and the statistics of features; None if the run starts from random weights.
 
     Raises:
         UserError: the policy has another method, shape or number of heads than the run.
@@ -183,28 +213,45 @@ def _read_start(run: Run, config: StepConfig) -> tuple[Weights, FeatureStats] | 
     if not has_same_shape or policy.stats is None:
         expected = "a policy of the run's method, model and shape, with statistics of features"
         raise UserError(f"config.start is {run.start!r}, expected {expected}")
-    # The number of heads does not show in the shape of any weight.
-    num_heads, file_heads = (getattr(x.config, "num_heads", None) for x in (selector, policy))
+    # The shapes of the weights do not depend on the number of heads.
+    num_heads = getattr(selector.config, "num_heads", None)
+    num_policy_heads = getattr(policy.config, "num_heads", None)
     field = f"config.{run.selector_group}.num_heads"
-    expected = f"a policy of {num_heads} heads ({field}), not {file_heads}"
-    run.expect("start", file_heads == num_heads, expected)
+    expected = f"a policy of {num_heads} heads ({field}), not {num_policy_heads}"
+    run.expect("start", num_policy_heads == num_heads, expected)
     return policy.params, policy.stats
 
 
 def _open_batches(
     run: Run, config: StepConfig, *, source: ModelFolder, data: Source, data_hash: str
 ) -> Batches:
-    """Opens the batches of a run, and checks that all processes read the same samples."""
-    rows = local_rows(config.forward.mesh, run.batch_size)
+    """Opens the batches of a run, and checks that all processes read the same samples.
+
+    Args:
+        run: settings of the run.
+        config: static part of the updates.
+        source: folder of the frozen model.
+        data: paths of the training file and its images.
+        data_hash: hash of the training file.
+    """
+    process_rows = local_rows(config.forward.mesh, run.batch_size)
     batches = open_batches(
-        run, source=data, identity=data_hash, model=source, local=rows, say=distributed.say
+        run,
+        source=data,
+        identity=data_hash,
+        model=source,
+        local=process_rows,
+        say=distributed.say,
     )
     distributed.require_same(batches.identity, "the samples that can be trained on")
     return batches
 
 
 def _stopped_before_start(interrupt: Interrupt) -> int:
-    """Returns the signal that stops the run before its first update; 0 if there is none."""
+    """Returns the number of a signal that arrived before the first update; 0 for no signal.
+
+    All processes return the same number.
+    """
     signal_number = distributed.greatest(interrupt.number)
     if signal_number:
         distributed.say("Stopped before the first update")
@@ -212,7 +259,13 @@ def _stopped_before_start(interrupt: Interrupt) -> int:
 
 
 def _load_model(run: Run, batches: Batches, config: StepConfig) -> VLM:
-    """Loads the frozen model, after the data have been checked."""
+    """Loads the frozen model, and prints the size of the run.
+
+    Args:
+        run: settings of the run.
+        batches: the batches of the run, for the printed widths.
+        config: static part of the updates, with the mesh of the weights.
+    """
     folder, vision_folder = run.model.folders
     mesh = config.forward.mesh
     model = load_vlm(
@@ -236,12 +289,12 @@ def _load_model(run: Run, batches: Batches, config: StepConfig) -> VLM:
 def _decide(
     run: Run, configs: Sequence[StepConfig], trainer: Trainer, interrupt: Interrupt
 ) -> JsonObject | None:
-    """Chooses the phases of a run of the recipe "auto", and says why.
+    """Chooses the phases of a run of the recipe "auto", and prints the reason.
 
     Args:
         run: settings of the run.
         configs: static part of the updates of each phase of a run that begins with the gate.
-        trainer: the state before the first update. It takes the chosen phases.
+        trainer: the trainer before the first update; its phases are replaced by the chosen phases.
         interrupt: signals that stop the run.
 
     Returns:
@@ -265,21 +318,26 @@ def _decide(
 
 def _describe_phases(phases: Sequence[Phase]) -> str:
     """Describes phases, as in "the gate for 250 updates, then RLOO on sampled subsets"."""
-    *earlier, last = phases
-    parts = [f"{phase.objective.title} for {phase.num_steps} updates, then " for phase in earlier]
-    return "".join(parts) + last.objective.title
+    *earlier_phases, last_phase = phases
+    earlier_text = "".join(
+        f"{phase.objective.title} for {phase.num_steps} updates, then " for phase in earlier_phases
+    )
+    return earlier_text + last_phase.objective.title
 
 
-def _remember(workdir: Path, about: JsonObject) -> JsonObject:
-    """Writes run.json before the first checkpoint, which fixes its content; returns `about`."""
+def _write_run_file(workdir: Path, description: JsonObject) -> JsonObject:
+    """Writes a description of the run to run.json, and returns the description.
+
+    Must be called before the first checkpoint. Afterwards, run.json must not change.
+    """
     if distributed.is_main():
-        write_json(workdir / RUN_FILE, about)
-    return about
+        write_json(workdir / RUN_FILE, description)
+    return description
 
 
 @dataclasses.dataclass
 class _Loop:
-    """The updates of a run.
+    """The loop over the updates of a run.
 
     Attributes:
         trainer: the state that the updates change.
@@ -313,16 +371,17 @@ class _Loop:
         for batch in distributed.each_together(trainer.stream):
             self.hooks.before(trainer.done + 1)
             self.metrics = trainer.update(batch)
-            is_last = trainer.done == run.steps
-            is_last |= self.guard.add(trainer.done, self.metrics["skipped_in_row"], is_last)
+            is_finished = trainer.done == run.steps
+            skipped_in_row = self.metrics["skipped_in_row"]
+            has_problem = self.guard.add(trainer.done, skipped_in_row, is_last=is_finished)
             write_error = self._log()
             signal_number = distributed.greatest(self.interrupt.number)
-            is_last |= signal_number > 0
-            if trainer.done % run.checkpoint_every == 0 or is_last:
+            must_end = is_finished or has_problem or signal_number > 0
+            if trainer.done % run.checkpoint_every == 0 or must_end:
                 self.save()
             if write_error is not None:
                 raise write_error
-            if is_last:
+            if must_end:
                 break
         if self.guard.problem:
             raise UserError(self.guard.problem)
@@ -334,11 +393,14 @@ class _Loop:
         return signal_number
 
     def _log(self) -> OSError | None:
-        """Logs the last update before its state is saved, so that a resumed run continues the log.
+        """Logs the last update.
+
+        The log is written before the state is saved, so that a resumed run continues the log.
 
         Returns:
-            An error that ends the run after the state has been saved: Ctrl-C may also have ended
-            the process that reads the log.
+            An error that ended the writing; None without an error. The caller saves the state
+            before it raises the error, because Ctrl-C may also have ended the process that reads
+            the log.
         """
         trainer = self.trainer
         try:
@@ -357,10 +419,17 @@ def _calibrate(
     questions: Sequence[Question],
     metrics: Mapping[str, jax.Array],
 ) -> Policy:
-    """Calibrates the learned stop of a trained policy, if there are a stop and questions.
+    """Calibrates the learned stop of a trained policy for mean budgets.
 
-    Without questions, warns if the stop sat at a bound according to the `metrics` of the last
-    update.
+    Args:
+        run: settings of the run.
+        model: the frozen model.
+        policy: the trained policy.
+        questions: the calibration questions. Without questions, the policy is not calibrated.
+        metrics: metrics of the last update, which tell whether the stop was at a bound.
+
+    Returns:
+        The calibrated policy; the same policy without a learned stop or without questions.
     """
     if not policy.has_stop:
         return policy
@@ -371,13 +440,18 @@ def _calibrate(
 
 
 def _warn_of_bound(metrics: Mapping[str, jax.Array]) -> None:
-    """Warns if the learned stop sat at a bound in the last update."""
+    """Warns if the learned stop kept almost always the fewest or the most tokens.
+
+    Args:
+        metrics: metrics of the last update, with the mean and the deviation of the number of kept
+            tokens, and the fractions of rows at the lower and at the upper bound.
+    """
     names = ("k_mean", "k_std", "k_floor", "k_cap")
     if distributed.is_main() and {*names} <= metrics.keys():
-        mean, deviation, floor, cap = (float(metrics[name]) for name in names)
-        stops = StopCounts(mean, deviation, math.nan, floor, cap)
-        if stops.finding:
-            _LOG.warning("last update: %s", stops.finding)
+        mean, deviation, floor_share, cap_share = (float(metrics[name]) for name in names)
+        stop_counts = StopCounts(mean, deviation, math.nan, floor_share, cap_share)
+        if stop_counts.finding:
+            _LOG.warning("last update: %s", stop_counts.finding)
 
 
 def _save(policy: Policy, path: Path, model_hash: str) -> None:

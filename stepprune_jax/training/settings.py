@@ -26,7 +26,7 @@ from stepprune_jax.user_input import UserError
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
-# Fields that only the gate reads, and the fields that RLOO reads instead.
+# Fields that only the gate reads, each with advice for a run that uses only RLOO.
 _GATE_FIELDS = {
     "optimizer.lr": "set config.rloo.lr",
     "optimizer.final_lr": "set config.rloo.final_lr",
@@ -41,10 +41,10 @@ class AcceleratorSettings(Settings, path="config.accelerator"):
 
     Attributes:
         name: a name of `parallel.accelerators.ACCELERATORS`.
-        ids: assumed ids of each row, with one id for its image, if the training file is absent. The
-            memory is then planned for the longest rows that the data settings allow.
-        count: number of devices to plan for, if jax sees no accelerators.
-        utilisation: assumed share of the peak operations per second.
+        ids: assumed number of ids of each row, with one id for its image, if the training file is
+            absent. The memory is then planned for the longest rows that the data settings allow.
+        count: number of devices to plan for, if jax finds no accelerators.
+        utilisation: assumed fraction of the peak operations per second.
     """
 
     name: str = choice("rtx-a6000", tuple(ACCELERATORS))
@@ -87,27 +87,28 @@ class Run(EvaluationRun):
     noise and the order of samples.
 
     Attributes:
-        method: method to train, of `PRUNERS`.
+        method: name of the method to train, a key of `PRUNERS`.
         recipe: "gate" trains through the noise gate; "rloo" trains by RLOO on sampled subsets;
-            "auto" measures before training what subsets gain, and begins with RLOO or the gate.
+            "auto" measures before training how much sampled subsets help, and begins with RLOO or
+            with the gate.
         steps: updates of the run.
         batch_size: rows of an update, over all devices.
-        text_gate_anneal: share of the gate's updates over which the text gate opens; 0 keeps it
-            open. A policy that cannot read the question yet learns that some tokens matter for any
-            question, and some runs never unlearn it.
+        text_gate_anneal: fraction of the gate's updates over which the text gate opens; 0 keeps the
+            gate open. While the gate is closed, the policy learns that some tokens matter for every
+            question, and some runs never unlearn this.
         log_every: updates between lines of metrics.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: number of checkpoints to keep.
         max_skipped: number of consecutive non-finite updates that stop the run.
         tensorboard: whether to write TensorBoard events.
         wandb: project of Weights & Biases; empty for none.
-        policy: configuration of the method "stepprune". The widths of features and text are the
-            model's, unless a `text_width` of 0 hides the question.
+        policy: configuration of the method "stepprune". The widths of features and text are set to
+            the model's widths, except that a `text_width` of 0 hides the question.
         autoselect: configuration of the method "autoselect", with widths as in `policy`.
-        optimizer: the optimizer. Its learning rates are the gate's.
+        optimizer: the optimizer, with the learning rates of the gate.
         rloo: RLOO on sampled subsets, with its learning rates.
-        start: file or name of a policy that provides the first weights. Its method, its shape and
-            its number of heads must equal the run's. Empty for random weights.
+        start: file or name of a policy that provides the first weights. Its method, shape and
+            number of heads must match the run; empty for random weights.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
     """
@@ -115,7 +116,7 @@ class Run(EvaluationRun):
     method: str = setting(
         "stepprune",
         f"one of {', '.join(trainable())}",
-        lambda value: value in trainable(),  # evaluated late, because methods may be registered
+        lambda value: value in trainable(),  # a lambda, because methods may be registered later
     )
     recipe: str = setting(
         GATE, "one of gate, rloo (formerly sets), auto", lambda value: value in RECIPES
@@ -139,11 +140,12 @@ class Run(EvaluationRun):
 
     def __post_init__(self):
         super().__post_init__()
-        limit, phase = self.steps, ""
+        num_steps, prefix = self.steps, ""  # of the shortest phase
         if self.recipe == AUTO:
-            limit, phase = self.steps - round(GATE_SHARE * self.steps), "the shorter phase of "
-        expected = f"an integer from 0, below {phase}config.steps ({limit})"
-        self.optimizer.expect("warmup", self.optimizer.warmup < limit, expected)
+            num_steps = self.steps - round(GATE_SHARE * self.steps)
+            prefix = "the shorter phase of "
+        expected = f"an integer from 0, below {prefix}config.steps ({num_steps})"
+        self.optimizer.expect("warmup", self.optimizer.warmup < num_steps, expected)
 
     @property
     def selector_group(self) -> str:
@@ -152,7 +154,7 @@ class Run(EvaluationRun):
 
     @property
     def selector_config(self) -> Any:
-        """Configuration of the method to train, before it takes the widths of the model."""
+        """Configuration of the method to train, without the widths of the model."""
         return getattr(self, self.selector_group)
 
     def make_recipe(self) -> Recipe:
@@ -173,7 +175,11 @@ class Run(EvaluationRun):
         return rloo if self.recipe == RLOO else Auto(gate, rloo)
 
     def _make_rloo(self) -> Rloo:
-        """Builds the recipe of RLOO for the method to train."""
+        """Builds the recipe "rloo" for the method to train.
+
+        Raises:
+            UserError: `rloo.length_weight` is set for a method without a price of tokens.
+        """
         has_price = hasattr(self.selector_config, "length_weight")
         expected = f"None, as {self.method} has no price of a token"
         self.rloo.expect("length_weight", has_price or self.rloo.length_weight is None, expected)
@@ -190,15 +196,18 @@ class Run(EvaluationRun):
         return Rloo(objective, optimizer)
 
     def resolve_rloo(self) -> RlooTraining:
-        """Returns the group `rloo` with numbers for None, for the method to train."""
+        """Returns the group `rloo` with default numbers for None, for the method to train."""
         return self.rloo.resolve(self.selector_config)
 
     def replace(self: AnyRun, changes: Mapping[str, object]) -> AnyRun:
         """Returns the settings with some fields changed; see `Settings.replace`.
 
+        Args:
+            changes: new values by dotted name, such as {"optimizer.lr": 1e-3}.
+
         Raises:
-            UserError: a name from before RLOO had a group, or a field that RLOO does not read
-                although the run only uses RLOO.
+            UserError: a change has a name of an earlier version, or sets a field that the recipe
+                "rloo" does not read.
         """
         for name in changes:
             if name.partition(".")[0] == "policy_gradient":
@@ -216,13 +225,16 @@ class Run(EvaluationRun):
         return run
 
     def free_fields(self) -> tuple[str, ...]:
-        """Adds the groups of other methods, and the fields that the recipe does not read."""
-        groups = {kind.settings for kind in trainable().values()} - {self.selector_group}
+        """Returns the names of fields and groups that no result of the run depends on.
+
+        These include the groups of other methods, and the fields that the recipe does not read.
+        """
+        other_groups = {method.settings for method in trainable().values()} - {self.selector_group}
         ignored = {GATE: (RLOO,), RLOO: tuple(self._ignored_by_rloo())}.get(self.recipe, ())
-        return (*super().free_fields(), *groups, *ignored)
+        return (*super().free_fields(), *other_groups, *ignored)
 
     def _ignored_by_rloo(self) -> dict[str, str]:
-        """Returns the fields that RLOO does not read, each with a hint for a message."""
+        """Returns the fields that RLOO does not read, each with advice for an error message."""
         group = self.selector_group
         ignored = _GATE_FIELDS | {f"{group}.draw": "set config.rloo.temperature"}
         if self.rloo.length_weight is not None:
@@ -230,10 +242,17 @@ class Run(EvaluationRun):
         return ignored
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """Lists the differences from an earlier run, whose fields may have former names."""
+        """Lists the differences from the settings of an earlier run.
+
+        Args:
+            old: settings by dotted name, possibly with names of earlier versions.
+
+        Returns:
+            One line per difference.
+        """
         run, differences = self, []
         if old.get("policy_gradient.samples"):
-            # Such a run has numbers in the place of defaults of the group `rloo`.
+            # The earlier version stored numbers where the group `rloo` now has None.
             run = dataclasses.replace(self, rloo=self.resolve_rloo())
             if old.get("text_gate_anneal"):
                 differences.append("config.text_gate_anneal: RLOO now keeps the text gate open")
@@ -242,35 +261,38 @@ class Run(EvaluationRun):
 
 
 def read_former_names(old: Mapping[str, object], group: str) -> dict[str, object]:
-    """Returns the settings of an earlier run under today's names.
+    """Translates the settings of an earlier version to the current names.
 
-    The group `rloo` was called `policy_gradient`, and the recipe "rloo" was called "sets". A number
-    of samples above 0 also chose RLOO. Such a run had RLOO's learning rates, temperature and price
-    in the fields that are now the gate's.
+    In earlier versions, the group `rloo` was called `policy_gradient`, and the recipe "rloo" was
+    called "sets". A number of samples above 0 also selected RLOO. Such a run stored RLOO's learning
+    rates, temperature and price in the fields that only the gate reads now.
 
     Args:
-        old: settings by dotted name, as `Settings.flat` returns them.
+        old: settings by dotted name, from `Settings.flat`.
         group: group that configures the method of the run.
+
+    Returns:
+        Settings by the current dotted names.
     """
-    former = "policy_gradient."
-    # The only gate that is left was once a choice.
+    former_prefix = "policy_gradient."
+    # Earlier versions had several gates; a run with the gate "vp" equals a current run.
     new = {name: value for name, value in old.items() if (name, value) != ("policy.gate", "vp")}
-    if f"{former}samples" not in old:
+    if f"{former_prefix}samples" not in old:
         return new
-    new = {name.replace(former, "rloo."): value for name, value in new.items()}
+    new = {name.replace(former_prefix, "rloo."): value for name, value in new.items()}
     recipe = old.get("recipe")
-    if old[f"{former}samples"]:
+    if old[f"{former_prefix}samples"]:
         recipe = RLOO
         for name in ("lr", "final_lr", "muon_lr"):
             new[f"rloo.{name}"] = old[f"optimizer.{name}"]
         new["rloo.temperature"] = old.get(f"{group}.draw", RlooTraining().temperature)
         new["rloo.length_weight"] = old.get(f"{group}.length_weight")
     else:
-        derived = ("samples", "lr", "final_lr", "muon_lr", "temperature", "length_weight")
-        new |= {f"rloo.{name}": getattr(RlooTraining(), name) for name in derived}
+        unused_fields = ("samples", "lr", "final_lr", "muon_lr", "temperature", "length_weight")
+        new |= {f"rloo.{name}": getattr(RlooTraining(), name) for name in unused_fields}
     return new | {"recipe": read_former_recipe(recipe) or GATE}
 
 
 def read_former_recipe(name: object) -> object:
-    """Returns today's name of a recipe or of its first phase."""
+    """Returns the current name of a recipe or of its first phase."""
     return RLOO if name == "sets" else name

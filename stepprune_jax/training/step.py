@@ -51,7 +51,7 @@ class State(NamedTuple):
     Attributes:
         params: weights of the selector.
         optimizer: state of the optimizer.
-        method: state of the objective, as `Selector.init_state` and `Aux.state` return it.
+        method: state of the objective, from `Selector.init_state` and later from `Aux.state`.
         skipped: number of updates skipped because loss or gradient was not finite.
         skipped_in_row: number of consecutive skipped updates up to now.
     """
@@ -68,7 +68,12 @@ def _make_optimizer(config: StepConfig) -> optax.GradientTransformationExtraArgs
 
 
 def init_state(key: Array, config: StepConfig) -> State:
-    """Returns the state before the first update, with random weights; `key` is consumed."""
+    """Initializes the state of training with random weights.
+
+    Args:
+        key: PRNG key; consumed.
+        config: static part of the updates.
+    """
     params = config.selector.init_params(key)
     optimizer_state = _make_optimizer(config).init(params)
     zero = jnp.zeros((), jnp.int32)
@@ -76,7 +81,16 @@ def init_state(key: Array, config: StepConfig) -> State:
 
 
 def encode_rows(params: Params, config: StepConfig, pixels: Pixels) -> Float[Array, "b n w"]:
-    """Computes features of images, in passes of at most `forward.rows` rows."""
+    """Runs the frozen vision tower over images, a few rows at a time.
+
+    Args:
+        params: weights of the frozen model.
+        config: static part of the update, with the number of rows per pass.
+        pixels: preprocessed images.
+
+    Returns:
+        [b, n, w] visual tokens before the projector, with their deep features appended.
+    """
 
     def encode(pixels):
         execution = config.forward.execution
@@ -86,7 +100,17 @@ def encode_rows(params: Params, config: StepConfig, pixels: Pixels) -> Float[Arr
 
 
 def selector_inputs(params: Params, config: StepConfig, batch: TrainingBatch) -> Inputs:
-    """Computes features and question embeddings of a batch with the frozen model."""
+    """Computes the inputs of the selector with the frozen model.
+
+    Args:
+        params: weights of the frozen model.
+        config: static part of the update.
+        batch: the rows of the update.
+
+    Returns:
+        Image features, word embeddings of the questions, and masks of padding. There is no mask of
+        images whose tokens are all real.
+    """
     features = encode_rows(params, config, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
     text_mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
@@ -101,7 +125,12 @@ def selector_inputs(params: Params, config: StepConfig, batch: TrainingBatch) ->
 
 
 def _with_stats(inputs: Inputs, stats: FeatureStats) -> Inputs:
-    """Returns the inputs with the statistics of the tokens and of their deep features."""
+    """Adds the feature statistics to the inputs of a selector.
+
+    Args:
+        inputs: inputs of the selector.
+        stats: statistics of the token features, then of the deep features.
+    """
     if inputs.deep is None:
         return inputs._replace(stats=stats)
     token_stats, deep_stats = stats.split(inputs.image.shape[2])
@@ -109,20 +138,20 @@ def _with_stats(inputs: Inputs, stats: FeatureStats) -> Inputs:
 
 
 def _stop_gradient_norm(selector: Policy, grads: Weights) -> Float[Array, ""]:
-    """Returns the norm of the gradient of the weights that belong only to the stop."""
+    """Returns the gradient norm of the weights that only the learned stop uses."""
     is_stop = mark_stop(selector, grads)
     return optax.tree.norm(jax.tree.map(lambda leaf, stop: leaf if stop else None, grads, is_stop))
 
 
 def _make_model_loss(params: Params, config: StepConfig, batch: TrainingBatch) -> ModelLoss:
-    """Returns the losses of the frozen language model on a batch."""
-    frozen, targets = (params, config.backbone, config.forward), batch.targets
+    """Returns functions that compute losses of the frozen language model on a batch."""
+    frozen_model, targets = (params, config.backbone, config.forward), batch.targets
 
     def of_gated_tokens(tokens):
-        return lm_loss(*frozen, tokens, targets)
+        return lm_loss(*frozen_model, tokens, targets)
 
     def of_subsets(kept, positions):
-        return answer_losses(*frozen, kept=kept, targets=targets, positions=positions)
+        return answer_losses(*frozen_model, kept=kept, targets=targets, positions=positions)
 
     return ModelLoss(of_gated_tokens, of_subsets)
 
@@ -137,19 +166,19 @@ def _update(
     step: Int[Array, ""],
     config: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs an update of the selector's weights.
+    """Updates the selector's weights on one batch.
 
     Args:
         params: weights of the frozen model.
         state: state of training.
         stats: statistics of the features: token features, then deep features.
         batch: the rows of the update.
-        key: PRNG key of the phase. It is folded with `step`.
-        step: updates of the phase before this one.
+        key: PRNG key of the phase; `step` is folded in.
+        step: number of earlier updates of the phase.
         config: static part of the update.
 
     Returns:
-        The new state, and metrics computed with the old state.
+        The new state, and the metrics of the update.
     """
     inputs = selector_inputs(params, config, batch)
     model_loss = _make_model_loss(params, config, batch)
@@ -168,48 +197,62 @@ def learn(
     step: Int[Array, ""],
     config: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs the selector's part of an update: all but the frozen tower.
+    """Updates the selector's weights, given the outputs of the frozen tower.
 
-    The frozen model provides `inputs` and `model_loss`. Other arguments and the result are as in
-    `update`.
+    An update is skipped if its loss or its gradient is not finite: the weights, the optimizer and
+    the state of the objective then do not change.
+
+    Args:
+        state: state of training.
+        stats: statistics of the features: token features, then deep features.
+        inputs: inputs of the selector, from `selector_inputs`.
+        model_loss: losses of the frozen language model on the batch.
+        key: PRNG key of the phase; `step` is folded in.
+        step: number of earlier updates of the phase.
+        config: static part of the update.
+
+    Returns:
+        The new state, and the metrics of the update.
     """
     phase = config.phase
     share = step / phase.num_steps
     text_gate = phase.objective.text_gate(share)
     progress = Progress(share, text_gate, state.method)
 
-    def loss(weights: Weights) -> tuple[Float[Array, ""], Aux]:
-        step_key, standardized = jax.random.fold_in(key, step), _with_stats(inputs, stats)
+    def loss_fn(weights: Weights) -> tuple[Float[Array, ""], Aux]:
+        step_key, inputs_with_stats = jax.random.fold_in(key, step), _with_stats(inputs, stats)
         selector = config.selector.replace(params=weights)
-        value, aux = phase.objective.loss(selector, step_key, standardized, model_loss, progress)
-        return value, jax.lax.stop_gradient(aux)
+        loss, aux = phase.objective.loss(
+            selector, step_key, inputs_with_stats, model_loss, progress
+        )
+        return loss, jax.lax.stop_gradient(aux)
 
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    norm = optax.tree.norm(grads)
+    (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    grad_norm = optax.tree.norm(grads)
     updates, optimizer_state = _make_optimizer(config).update(
         grads, state.optimizer, state.params, step=step
     )
     weights = optax.apply_updates(state.params, updates)
-    is_finite = jnp.isfinite(value) & jnp.isfinite(norm)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     counters = {
         "skipped": state.skipped + (~is_finite).astype(jnp.int32),
         "skipped_in_row": jnp.where(is_finite, 0, state.skipped_in_row + 1),
     }
-    new = state._replace(params=weights, optimizer=optimizer_state, method=aux.state)
-    new = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, state)
-    new = new._replace(**counters)
+    new_state = state._replace(params=weights, optimizer=optimizer_state, method=aux.state)
+    new_state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, state)
+    new_state = new_state._replace(**counters)
     metrics = {
-        "loss": value,
+        "loss": loss,
         **aux.metrics,
-        "grad_norm": norm,
+        "grad_norm": grad_norm,
         "grad_norm_stop": _stop_gradient_norm(config.selector, grads),
         "text_gate": text_gate,
         "lr": learning_rate(phase.optimizer, phase.num_steps, step),
         **counters,
     }
-    # The state stays replicated on each device. With another layout, the next update would be
-    # another program.
-    return constrain_replicated(config.forward.mesh, (new, metrics))
+    # The state stays replicated on all devices. With another sharding, the next update would need
+    # another compilation.
+    return constrain_replicated(config.forward.mesh, (new_state, metrics))
 
 
 def _gather_stats(
@@ -219,7 +262,19 @@ def _gather_stats(
     num_tokens: Int[Array, " b"],
     config: StepConfig,
 ) -> FeatureStats:
-    """Extends feature statistics by the real tokens of a batch of images."""
+    """Adds the tokens of a batch of images to feature statistics.
+
+    Args:
+        params: weights of the frozen model.
+        stats: statistics of earlier batches.
+        pixels: preprocessed images.
+        num_tokens: [b] number of tokens of each image, without padding; 0 for images that pad the
+            batch.
+        config: static part of the updates.
+
+    Returns:
+        The statistics with the batch.
+    """
     features = encode_rows(params, config, pixels)
     is_real = jnp.arange(features.shape[1]) < num_tokens[:, None]
     return update_stats(stats, features, nonzero_tokens(features, is_real))
@@ -234,9 +289,18 @@ def _measure_subset_gain(
     *,
     config: StepConfig,
 ) -> SubsetRewards:
-    """Computes the rewards of subsets that the selector samples now; `key` is consumed.
+    """Computes the rewards of subsets that the selector samples with its current weights.
 
-    The objective of `config` is a `RlooObjective`.
+    Args:
+        params: weights of the frozen model.
+        weights: weights of the selector.
+        stats: statistics of the features.
+        batch: conversations.
+        key: PRNG key; consumed.
+        config: static part of an update whose objective is an `RlooObjective`.
+
+    Returns:
+        The reward of each subset.
     """
     inputs = _with_stats(selector_inputs(params, config, batch), stats)
     selector = config.selector.replace(params=weights)

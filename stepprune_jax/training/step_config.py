@@ -25,7 +25,7 @@ Devices = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """The static part of an update. Compiled programs depend on it.
+    """The static part of an update: a hashable argument of compiled programs.
 
     Attributes:
         backbone: the frozen model.
@@ -56,10 +56,14 @@ def make_mesh(run: Run, devices: Devices | None = None) -> Mesh | None:
 
 
 def make_selector(run: Run, model: ModelConfig) -> Policy:
-    """Builds the selector to train, without weights, with the feature and text widths of a model.
+    """Builds the selector to train, without weights.
+
+    Args:
+        run: settings of the run, with the configuration of the selector.
+        model: configuration of the frozen model, which determines the widths of features and text.
 
     Raises:
-        UserError: the configuration has another type, or does not fit the model.
+        UserError: the configuration has a type of another method, or does not fit the model.
     """
     kind, config = trainable()[run.method], run.selector_config
     group, config_type = run.selector_group, kind.config_type or object
@@ -85,8 +89,11 @@ def make_step_configs(
     Args:
         run: settings of the run.
         backbone: the frozen model, without weights.
-        mesh: mesh of the run, as `make_mesh` returns it.
+        mesh: mesh of the run, from `make_mesh`.
         phases: phases of the run's recipe.
+
+    Returns:
+        One `StepConfig` per phase.
 
     Raises:
         UserError: a setting does not fit the model, the backend or the mesh.
@@ -94,18 +101,20 @@ def make_step_configs(
     run.model.execution.check_backend()
     selector = make_selector(run, backbone.config)
     if mesh is not None:
-        # Raises for a mesh that does not divide the weights, before data are read.
+        # Called only for its error: a mesh that does not divide the weights is reported before the
+        # training data are read.
         shardings(vlm.abstract_params(backbone), backbone.SHARDING_RULES, mesh)
-    num_parts, rows = row_count(mesh), run.model.rows_at_once
+    num_parts, rows_at_once = row_count(mesh), run.model.rows_at_once
     device_rows = run.batch_size // num_parts
     run.model.expect(
         "rows_at_once",
-        rows == 0 or rows >= device_rows or device_rows % rows == 0,
+        rows_at_once == 0 or rows_at_once >= device_rows or device_rows % rows_at_once == 0,
         f"0 or a divisor of the {device_rows} rows of each device",
     )
     forward = ForwardOptions(
         execution=run.model.execution,
-        rows=rows * num_parts if rows < device_rows else 0,
+        # `rows_at_once` is per device, and 0 is one pass of all rows.
+        rows=rows_at_once * num_parts if rows_at_once < device_rows else 0,
         mesh=mesh,
     )
     return tuple(

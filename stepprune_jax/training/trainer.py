@@ -27,25 +27,25 @@ from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step_config import StepConfig
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
-# Number of training questions on which subsets are tried: enough for a standard error of the gain
-# well below `selectors.rloo.MIN_GAIN`.
+# Number of training questions on which `measure_subset_gain` samples subsets: enough for a standard
+# error of the gain well below `selectors.rloo.MIN_GAIN`.
 _NUM_TRIED_QUESTIONS = 512
 
 
 class Trainer:
-    """The state of a run without the frozen model.
+    """The trainable state of a run, and the updates that change it.
 
     Attributes:
         run: settings of the run.
         done: number of updates done.
-        config: static part of the last update, or of the first before any update.
+        config: static part of the last update; before any update, of the first update.
         state: weights, optimizer state and counters.
         stats: statistics of the tower's features: token features, then deep features.
         stream: the batches of the updates to come. The caller must close it.
     """
 
     def __init__(self, run: Run, model: VLM, configs: Sequence[StepConfig], batches: Batches):
-        """Creates random weights. Call `init` or `restore` next.
+        """Creates random weights. The caller must call `init` or `restore` next.
 
         Args:
             run: settings of the run.
@@ -68,7 +68,7 @@ class Trainer:
         return self.config.phase
 
     def _make_state(self) -> step.State:
-        """Returns the first state of a run whose updates have the current static part."""
+        """Initializes a state of training for the current `config`, on the model's devices."""
         with jax_defaults():
             state = jax.jit(step.init_state, static_argnums=1)(self._init_key, self.config)
         return replicate_like(self._model.params, state)
@@ -76,11 +76,16 @@ class Trainer:
     def _enter(self, config: StepConfig) -> None:
         """Begins a phase with the current weights, and a new state of optimizer and objective."""
         self.config = config
-        new = self._make_state()
-        self.state = self.state._replace(optimizer=new.optimizer, method=new.method)
+        new_state = self._make_state()
+        self.state = self.state._replace(optimizer=new_state.optimizer, method=new_state.method)
 
     def init(self, start: tuple[Weights, FeatureStats] | None = None) -> None:
-        """Begins a run, with the weights and statistics of `start` if they are given."""
+        """Prepares the first update of a new run.
+
+        Args:
+            start: first weights, and statistics of the features; None keeps the random weights and
+                computes the statistics from training images.
+        """
         has_deep_features = self.config.backbone.config.num_deepstack_layers > 0
         if start is None or has_deep_features:
             self._gather_stats()
@@ -93,17 +98,17 @@ class Trainer:
     def measure_subset_gain(
         self, config: StepConfig, should_stop: Callable[[], bool]
     ) -> SubsetGain | None:
-        """Measures what sampled subsets gain on the first training questions.
+        """Measures how much sampled subsets of tokens help to answer the first training questions.
 
         Args:
             config: static part of updates by RLOO.
-            should_stop: whether a signal has asked the run to stop.
+            should_stop: returns whether the run must stop; called before each batch.
 
         Returns:
-            The gain on at most one epoch, so that each question counts once. None if `should_stop`
-            returned True.
+            The mean gain over at most one epoch. None if `should_stop` returned True.
         """
-        # One program serves runs of any length: the measurement does not depend on the steps.
+        # The measurement does not depend on the length of the phase. A constant length lets runs of
+        # any length share the compiled program.
         config = dataclasses.replace(
             config, phase=dataclasses.replace(config.phase, first=0, last=1)
         )
@@ -111,71 +116,90 @@ class Trainer:
         batch_size, epoch_size = self.run.batch_size, len(self._batches)
         num_batches = -(-min(_NUM_TRIED_QUESTIONS, epoch_size) // batch_size)
         rewards = []
-        for number in range(min(num_batches, self.run.steps)):
+        for batch_index in range(min(num_batches, self.run.steps)):
             if should_stop():
                 return None
-            read = functools.partial(self._batches.__getitem__, number)
-            batch = place_rows(config.forward.mesh, distributed.together(read), batch_size)
+            read_batch = functools.partial(self._batches.__getitem__, batch_index)
+            batch = place_rows(config.forward.mesh, distributed.together(read_batch), batch_size)
             batch_rewards = step.measure_subset_gain(
                 self._model.params,
                 self.state.params,
                 self.stats,
                 batch,
-                jax.random.fold_in(key, number),
+                jax.random.fold_in(key, batch_index),
                 config=config,
             )
-            # The last batch may begin another epoch. The rewards are fetched at once, because
-            # batches in flight take memory.
-            num_unseen = epoch_size - number * batch_size
+            # Waiting for the rewards limits the number of batches in device memory. The last batch
+            # may continue into another epoch; these rows are dropped, so each question counts once.
+            num_remaining = epoch_size - batch_index * batch_size
             batch_rewards = jax.device_get(batch_rewards)
-            rewards.append(SubsetRewards(*(x[:num_unseen] for x in batch_rewards)))
+            rewards.append(SubsetRewards(*(array[:num_remaining] for array in batch_rewards)))
         return subset_gain(rewards)
 
     def use_phases(self, configs: Sequence[StepConfig]) -> None:
-        """Replaces the phases before the first update."""
+        """Replaces the phases of the run; must be called before the first update.
+
+        Args:
+            configs: static part of the updates of each phase.
+        """
         self._configs = configs
         self._enter(configs[0])
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Resumes the run from its latest checkpoint."""
+        """Restores the state of the latest checkpoint, and the position in the batches."""
 
-        def make_template(done: int) -> dict[str, step.State | FeatureStats | Array]:
-            config = self._config_of(done)
-            if config is not self.config:
+        def make_template(num_done: int) -> dict[str, step.State | FeatureStats | Array]:
+            """Returns arrays with the shapes of a checkpoint after `num_done` updates."""
+            config = self._config_of(num_done)
+            if config is not self.config:  # the state of another phase has another structure
                 self._enter(config)
             return self._arrays
 
-        self.done, arrays, about = checkpoints.restore(make_template)
+        self.done, arrays, description = checkpoints.restore(make_template)
         self.state, self.stats, self._key_data = (arrays[name] for name in self._arrays)
         distributed.say(f"Resuming after step {self.done}")
-        self.stream = self._batches.stream(self.run.steps, about["batches"])
+        self.stream = self._batches.stream(self.run.steps, description["batches"])
 
-    def save(self, checkpoints: Checkpoints, about: JsonObject) -> None:
-        """Saves the state that `restore` reads, with a description of the run and of the policy."""
-        about = about | {"selector": config_metadata(self.config.selector.config)}
-        checkpoints.save(self.done, self._arrays, about | {"batches": self.stream.state})
+    def save(self, checkpoints: Checkpoints, description: JsonObject) -> None:
+        """Saves a checkpoint for `restore`.
 
-    def _config_of(self, number: int) -> StepConfig:
-        """Returns the static part of update `number`, counted from 1. Update 0 has the first."""
-        started = [config for config in self._configs if config.phase.first < max(1, number)]
-        return started[-1]
+        Args:
+            checkpoints: checkpoints of the run.
+            description: description of the run, which is stored in the checkpoint.
+        """
+        description = description | {"selector": config_metadata(self.config.selector.config)}
+        checkpoints.save(self.done, self._arrays, description | {"batches": self.stream.state})
+
+    def _config_of(self, step_number: int) -> StepConfig:
+        """Returns the static part of an update, counted from 1; 0 selects the first update."""
+        begun_phases = [
+            config for config in self._configs if config.phase.first < max(1, step_number)
+        ]
+        return begun_phases[-1]
 
     @property
     def _arrays(self) -> dict[str, step.State | FeatureStats | Array]:
-        """The arrays of a checkpoint. The keys of all updates derive from "key"."""
+        """The arrays of a checkpoint; the PRNG keys of all updates are derived from "key"."""
         return {"state": self.state, "stats": self.stats, "key": self._key_data}
 
     def update(self, batch: step.TrainingBatch) -> dict[str, Array]:
-        """Performs the next update; returns its metrics."""
+        """Performs the next update, and begins the next phase if the update belongs to it.
+
+        Args:
+            batch: the rows of the update that this process builds; on the host.
+
+        Returns:
+            The metrics of the update, possibly not computed yet.
+        """
         config = self._config_of(self.done + 1)
         if config is not self.config:
             title = config.phase.objective.title
             distributed.say(f"Update {self.done + 1}: {title} from here on")
             self._enter(config)
-        first = config.phase.first
+        phase_start = config.phase.first
         key = jax.random.wrap_key_data(self._key_data, impl=THREEFRY)
-        if first:  # the number of the update restarts at 0, so the phase needs another key
-            key = jax.random.fold_in(key, first)
+        if phase_start:  # each phase counts updates from 0, so a later phase needs another key
+            key = jax.random.fold_in(key, phase_start)
         batch = place_rows(config.forward.mesh, batch, self.run.batch_size)
         self.state, metrics = step.update(
             self._model.params,
@@ -183,7 +207,7 @@ class Trainer:
             self.stats,
             batch,
             key=key,
-            step=np.int32(self.done - first),
+            step=np.int32(self.done - phase_start),
             config=config,
         )
         self.done += 1
@@ -197,7 +221,10 @@ class Trainer:
         return self.config.selector.replace(params=self.state.params, stats=stats)
 
     def _gather_stats(self) -> None:
-        """Computes feature statistics over the first images of the training data."""
+        """Computes `stats`, feature statistics over the first images of the training data.
+
+        The last batch is padded with its first image, which counts 0 tokens as padding.
+        """
         backbone, mesh = self.config.backbone, self.config.forward.mesh
         batch_size = self.run.batch_size
         images = self._batches.first_images(self.run.data.stats_images)
@@ -205,12 +232,16 @@ class Trainer:
         def read_images() -> list[Pixels]:
             return list(itertools.islice(images, batch_size))
 
-        # The loop ends when one process has no more images: it may be the only process that cannot
-        # read an image.
-        while not distributed.any_process(not (part := distributed.together(read_images))):
-            pixels = stack_images(part + part[:1] * (batch_size - len(part)))
+        while True:
+            batch_images = distributed.together(read_images)
+            # A process that skips unreadable images may have fewer images than another. All
+            # processes must run the same programs, so the loop ends for all at once.
+            if distributed.any_process(not batch_images):
+                break
+            num_images = len(batch_images)
+            pixels = stack_images(batch_images + batch_images[:1] * (batch_size - num_images))
             num_tokens = backbone.num_tokens(backbone.grids(pixels))
-            is_real = np.arange(batch_size) < len(part)
+            is_real = np.arange(batch_size) < num_images
             pixels, num_tokens = place_rows(mesh, (pixels, np.where(is_real, num_tokens, 0)))
             self.stats = step.gather_stats(
                 self._model.params, self.stats, pixels, num_tokens, config=self.config

@@ -48,7 +48,8 @@ from stepprune_jax.user_input import UserError, local_path
 
 FOLDER = "overlays"
 
-# Suffixes of the fields of a row of validation.jsonl, by case of the diagnosis.
+# The diagnosis compares the policy's tokens with other choices of tokens, called cases. These are
+# the suffixes of the fields of each case in validation.jsonl.
 _SUFFIXES = {
     POLICY: "",
     ALL: "_all",
@@ -59,8 +60,8 @@ _SUFFIXES = {
 
 _run_scores = jit_for_weights(row_scores, ("backbone", "options"))
 
-# Loss of each question's correct answer, and whether every token of the answer is the most
-# probable one.
+# Loss of each question's correct answer, and whether the model would generate this answer greedily:
+# every token of the answer is the most probable token.
 Scores = tuple[Float[np.ndarray, " q"], Bool[np.ndarray, " q"]]
 
 
@@ -75,7 +76,7 @@ def read_questions(run: Run, config: StepConfig) -> Split | None:
         The questions with their answers; None if the run has no validation.
 
     Raises:
-        UserError: a validation setting that the model or the policy cannot meet, or no folder.
+        UserError: a validation setting does not suit the model or the policy, or no folder is set.
     """
     settings, model = run.validation, config.backbone.config
     if not settings.every:
@@ -100,8 +101,15 @@ def read_questions(run: Run, config: StepConfig) -> Split | None:
 def read_calibration_questions(run: Run) -> list[Question]:
     """Reads the questions on which the stop of the trained policy is calibrated.
 
+    Args:
+        run: settings of the run, with the number of questions.
+
     Returns:
-        The questions, spread over the validation split; none if there is no such split.
+        Questions that are evenly spaced in the validation split; an empty list if calibration is
+        turned off or if there is no validation split.
+
+    Raises:
+        UserError: the file of the split is invalid.
     """
     folder, limit = _find_folder(run), run.validation.calibrate
     if not limit or folder is None or not (file := folder / "validation.jsonl").is_file():
@@ -115,23 +123,24 @@ def read_calibration_questions(run: Run) -> list[Question]:
 
 
 def _find_folder(run: Run) -> Path | None:
-    """Returns the folder of the validation split; None if no folder of validation or data is set.
+    """Returns the validation folder; by default the data folder, or None if none is set.
 
     Raises:
-        FileNotFoundError: the folder of the validation settings does not exist.
+        FileNotFoundError: the validation folder does not exist.
     """
-    name = run.validation.folder or run.data.folder
-    folder = local_path(name)
+    folder_name = run.validation.folder or run.data.folder
+    folder = local_path(folder_name)
     if run.validation.folder and not folder.is_dir():
         raise FileNotFoundError(f"config.validation.folder: no folder {folder}")
-    return folder if name else None
+    return folder if folder_name else None
 
 
 class Validation:
-    """Validation on a fixed set of questions, whose images pass through the tower once.
+    """Validation of policies on a fixed set of questions.
 
-    With several processes, all must take part. Each process has all results, and the main process
-    draws.
+    The constructor runs the tower over the images once, for all validations. With several
+    processes, each process must make the same calls and gets all results. Only the main process
+    draws overlays.
     """
 
     def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
@@ -150,7 +159,7 @@ class Validation:
             model, split.questions, batch_size=self._batch_size, execution=execution
         )
         self._targets = self._encode_answers()
-        # The lengths are checked with the answers.
+        # A conversation with its answer must not be truncated, so its length is checked.
         prompts = self._encoded.prompts._replace(length=self._targets.length)
         check_lengths(prompts, self._encoded.sizes[:, None], model.backbone.CONTEXT_LIMIT)
         self._sizes = fraction_ladder(n)
@@ -158,8 +167,10 @@ class Validation:
         self._forward_options = ForwardOptions(execution, mesh=mesh_of(model.params))
         is_real = np.arange(n) < self._encoded.sizes[:, None]
         noise = np.random.default_rng(0).random(is_real.shape)
-        self._random_order = np.argsort(np.where(is_real, noise, 2), axis=1)  # padding is last
-        self._fixed_scores: dict[str, Scores] = {}  # of the cases that no policy changes
+        # Noise is below 1, so the value 2 sorts padding after all real tokens.
+        self._random_order = np.argsort(np.where(is_real, noise, 2), axis=1)
+        # Scores of the cases that do not depend on the policy.
+        self._fixed_scores: dict[str, Scores] = {}
 
     def _encode_answers(self) -> Targets:
         """Encodes the questions with their correct answers."""
@@ -167,7 +178,7 @@ class Validation:
         encoder = ConversationEncoder(
             self._model.tokenizer, backbone.place_images, backbone.conversation
         )
-        # No limit, so that no answer loses its end.
+        # Without limits on the lengths, no answer is truncated.
         limits = LengthLimits(image_tokens=0, context=1 << 31, policy_text=0)
         rows = [
             make_row(encoder.encode((question.text, answer), 1), limits)
@@ -180,26 +191,24 @@ class Validation:
     def __call__(
         self, step: int, policy: Policy, entropy: float, recipe: str = ""
     ) -> dict[str, float | int]:
-        """Answers the questions from the tokens that the policy keeps, and draws a few.
-
-        Findings of the diagnosis are logged.
+        """Validates a policy: accuracy, losses, findings of a diagnosis, and overlays.
 
         Args:
             step: number of updates done.
             policy: the policy.
             entropy: entropy of the policy's choices in training, for the diagnosis.
-            recipe: name of the objective that trains the policy, for advice on another
-                recipe; empty for no advice.
+            recipe: name of the objective that trains the policy, so that the diagnosis can advise
+                another recipe; empty for no advice.
 
         Returns:
             A row of validation.jsonl.
         """
         start_time = time.perf_counter()
         answers = self.answer(policy)
-        count = answers.kept
+        num_kept = answers.kept
         is_correct = np.array(list(map(is_right, answers.texts, self._split.answers)))
         scores = self._score_cases(policy, answers)
-        self._diagnose(policy, count, scores, step=step, entropy=entropy, recipe=recipe)
+        self._diagnose(policy, num_kept, scores, step=step, entropy=entropy, recipe=recipe)
         if self._settings.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", answers, is_correct)
         num_supervised = self._targets.supervised.sum()
@@ -207,75 +216,109 @@ class Validation:
         for case, suffix in _SUFFIXES.items():
             loss, is_case_correct = scores[case]
             row[f"loss{suffix}"] = float(loss.sum() / num_supervised)
-            is_case_correct = is_correct if case == POLICY else is_case_correct
+            if case == POLICY:  # the accuracy of the generated answers
+                is_case_correct = is_correct
             row[f"accuracy{suffix}"] = round(100 * float(is_case_correct.mean()), 2)
         return row | {
-            "k_mean": float(count.mean()),
-            "k_std": float(count.std()),
-            "k_min": int(count.min()),
-            "k_max": int(count.max()),
-            "questions": len(count),
+            "k_mean": float(num_kept.mean()),
+            "k_std": float(num_kept.std()),
+            "k_min": int(num_kept.min()),
+            "k_max": int(num_kept.max()),
+            "questions": len(num_kept),
             "seconds": round(time.perf_counter() - start_time, 2),
         }
 
     def _diagnose(
         self,
         policy: Policy,
-        count: Int[np.ndarray, " q"],
+        num_kept: Int[np.ndarray, " q"],
         scores: dict[str, Scores],
         *,
         step: int,
         entropy: float,
         recipe: str,
     ) -> None:
-        """Logs the findings of a diagnosis of the scores; other arguments as in `__call__`."""
+        """Compares the scores of all cases, and logs the findings.
+
+        Args:
+            policy: the policy.
+            num_kept: [q] number of tokens that the policy keeps for each question.
+            scores: scores of each case, from `_score_cases`.
+            step: number of updates done.
+            entropy: entropy of the policy's choices in training.
+            recipe: see `__call__`.
+        """
         # A policy that does not read the question keeps the same tokens for another question.
         reads_text = bool(policy.config.text_width)
         losses = {
             case: loss for case, (loss, _) in scores.items() if reads_text or case != OTHER_QUESTION
         }
-        stops = self._count_stops(policy, count)
-        budget = round(float(count.mean()))
-        diagnosis = describe(budget, losses, entropy, recipe=recipe, stops=stops)
+        stop_counts = self._count_stops(policy, num_kept)
+        mean_kept = round(float(num_kept.mean()))
+        diagnosis = describe(mean_kept, losses, entropy, recipe=recipe, stops=stop_counts)
         for finding in diagnosis.findings:
             distributed.say(f"validation at step {step}: {finding}")
 
-    def _count_stops(self, policy: Policy, count: Int[np.ndarray, " q"]) -> StopCounts | None:
-        """Summarizes the counts of a learned stop; None if a budget determines the counts."""
+    def _count_stops(self, policy: Policy, num_kept: Int[np.ndarray, " q"]) -> StopCounts | None:
+        """Summarizes the numbers of tokens at which a learned stop ends.
+
+        Args:
+            policy: the policy.
+            num_kept: [q] number of tokens that the policy keeps for each question.
+
+        Returns:
+            The summary; None if a budget determines the numbers.
+        """
         if self._settings.budget or not policy.has_stop:
             return None
         sizes = self._encoded.sizes
         max_counts = np.array([min(size, policy.longest(size)) for size in sizes.tolist()])
         min_counts = np.minimum(policy.min_tokens, max_counts)
-        return describe_counts(count, min_counts, max_counts, sizes)
+        return describe_counts(num_kept, min_counts, max_counts, sizes)
 
     def answer(self, policy: Policy) -> Answers:
-        """Answers from the tokens that a policy keeps, at its learned stop or at the set budget."""
+        """Answers the questions from the tokens that a policy keeps.
+
+        The budget of the validation settings or the learned stop decides the number of tokens.
+        """
         batching = Batching(self._batch_size, self._sizes)
         (answers,) = self._make_generator(policy).answer_set(self._encoded, batching)
         return answers
 
     def _make_generator(self, policy: Policy) -> Generator:
-        """Returns a generator for the set budget.
+        """Returns a generator with a policy at the budget of the validation settings.
 
-        Without a set budget, a policy uses its learned stop. A policy that has no stop keeps a
+        Without this budget, a policy uses its learned stop. A policy without a learned stop keeps a
         quarter of the tokens.
         """
-        count = self._settings.budget
-        if count:
-            budget = Budget("count", count)
+        if self._settings.budget:
+            budget = Budget("count", self._settings.budget)
+        elif policy.has_stop:
+            budget = Budget("adaptive")
         else:
-            budget = Budget("adaptive") if policy.has_stop else Budget("rate", Fraction(1, 4))
+            budget = Budget("rate", Fraction(1, 4))
         return Generator(self._model, policy.with_budget(budget), options=self._run_options)
 
     def _score_cases(self, policy: Policy, answers: Answers) -> dict[str, Scores]:
-        """Scores the correct answers, given the tokens of each case of a diagnosis."""
+        """Scores the correct answers for each case of the diagnosis.
+
+        A case is a choice of tokens: the tokens of the policy, all tokens, no tokens, random
+        tokens, or the tokens that the policy keeps for the same image and another question.
+
+        Args:
+            policy: the policy.
+            answers: answers from the policy's tokens, with the kept tokens.
+
+        Returns:
+            The scores by case.
+        """
         prompts, images = self._encoded.prompts, self._encoded.images
+        # Each question gets the words of the previous question.
         words, num_words = (np.roll(x, 1, axis=0) for x in (prompts.words, prompts.num_words))
         pruner = self._make_generator(policy).placed
         assert isinstance(pruner, Policy)  # the same policy, on the model's devices
         schedule = pruner.schedule(self._model.config, self._random_order.shape[1])
-        other_answers, _ = rank_all(
+        other_ranking, _ = rank_all(
             self._model,
             pruner,
             prompts._replace(words=words, num_words=num_words),
@@ -285,31 +328,32 @@ class Validation:
         )
         num_questions, max_count = len(answers.kept), max(1, answers.kept.max(initial=0))
         policy_order = np.zeros((num_questions, max_count), np.int32)
-        for row, order in zip(policy_order, answers.order, strict=True):
-            row[: len(order)] = order
-        chosen = cases(
+        for row, order in enumerate(answers.order):
+            policy_order[row, : len(order)] = order
+        tokens_of_case = cases(
             policy_order,
-            other_answers.order,
+            other_ranking.order,
             self._random_order,
             answers.kept,
             self._encoded.sizes,
         )
         scores = {
-            case: self._fixed_scores.get(case) or self.scores(*order_and_count)
-            for case, order_and_count in chosen.items()
+            case: self._fixed_scores.get(case) or self.scores(order, count)
+            for case, (order, count) in tokens_of_case.items()
         }
         self._fixed_scores = {case: scores[case] for case in (ALL, NONE)}
         return scores
 
     def scores(self, order: Int[AnyArray, "q t"], count: Int[AnyArray, " q"]) -> Scores:
-        """Computes the summed cross-entropy of each correct answer given kept tokens, in nats.
+        """Scores the correct answer of each question, given the tokens to keep.
 
         Args:
-            order: tokens of each question's image, in order of choice.
-            count: number of tokens to keep, from the start of the order.
+            order: [q, t] indices of tokens of each question's image.
+            count: [q] number of tokens to keep, from the start of each order.
 
         Returns:
-            The losses, and whether every token of the answer is the most probable one.
+            losses: [q] summed cross-entropy of each answer, in nats.
+            is_correct: [q] True = every token of the answer is the most probable token.
         """
         scores, features = [], self._encoded.images.features
         assert features is not None  # `encode_questions` computes them
@@ -329,27 +373,33 @@ class Validation:
                 kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
                 targets=targets,
             )
-            scores.append([x[:num_rows] for x in to_host(batch_scores)])
+            scores.append([array[:num_rows] for array in to_host(batch_scores)])
         losses, is_correct = map(np.concatenate, zip(*scores, strict=True))
         return losses, is_correct
 
     def _draw(self, path: Path, answers: Answers, is_correct: Bool[np.ndarray, " q"]) -> None:
-        """Draws the first few questions with the kept tokens."""
+        """Draws images of the first questions with the kept tokens and the answers.
+
+        Args:
+            path: file to write.
+            answers: answers from the policy's tokens.
+            is_correct: [q] whether each answer is correct.
+        """
         # Imported here: it imports matplotlib, which a run without overlays does not need.
         from stepprune_jax.visualize.overlays import Overlay, draw_rows, format_answer
         from stepprune_jax.visualize.patches import square_patches
 
         overlays, images, backbone = [], self._encoded.images, self._model.backbone
-        for i in range(min(self._settings.overlays, len(answers.texts))):
-            question, image = self._split.questions[i], self._encoded.prompts.image_of[i, 0]
-            grid = tuple(images.grid[image].tolist())
-            is_answer_correct = bool(is_correct[i])
-            answer = format_answer(answers.texts[i], self._split.answers[i], is_answer_correct)
+        for row in range(min(self._settings.overlays, len(answers.texts))):
+            question, image_row = self._split.questions[row], self._encoded.prompts.image_of[row, 0]
+            grid = tuple(images.grid[image_row].tolist())
+            is_answer_correct = bool(is_correct[row])
+            answer = format_answer(answers.texts[row], self._split.answers[row], is_answer_correct)
             overlays.append(
                 Overlay(
                     image=question.image,
-                    patches=square_patches(backbone.token_cells(grid, answers.order[i]), grid),
-                    title=f"K = {answers.kept[i]}",
+                    patches=square_patches(backbone.token_cells(grid, answers.order[row]), grid),
+                    title=f"K = {answers.kept[row]}",
                     category=question.category,
                     text=question.text,
                     answer=answer,

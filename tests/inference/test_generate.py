@@ -449,13 +449,13 @@ def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
 class CountsAtACut(LayerPruner):
     """Counts at its cut, and drops nothing."""
 
-    forgets: bool = False
+    prunes_cache: bool = False
 
     name: ClassVar[str] = "counts at a cut"
     budgets: ClassVar[tuple[str, ...]] = ("adaptive",)
 
     def cuts(self, config, num_tokens):
-        return (LayerCut(1, forgets=self.forgets),)
+        return (LayerCut(1, prunes_cache=self.prunes_cache),)
 
     def schedule(self, config, num_tokens):
         return Schedule(num_tokens, num_tokens, (Survivors(num_tokens),))
@@ -464,9 +464,9 @@ class CountsAtACut(LayerPruner):
         return sequence, jnp.ones(sequence.image.shape, bool)
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_answers_behind_a_cut_that_drops_nothing_are_those_without_it(model, forgets):
-    cut = CountsAtACut("adaptive", forgets=forgets)
+@pytest.mark.parametrize("prunes_cache", [False, True])
+def test_a_cut_that_drops_nothing_does_not_change_the_answers(model, prunes_cache):
+    cut = CountsAtACut("adaptive", prunes_cache=prunes_cache)
     options = RunOptions(24)  # longer than the padding of a row
     uncut, answers = (
         generate(model, PROMPTS[:1], IMAGES[:1], method, options=options)

@@ -105,4 +105,4 @@ def test_generation_equals_the_torch_reference(deep_pair):
 
     drops = {layer: dropping(layer, count) for layer, count in zip((1, 2), counts, strict=True)}
     for example in traced(deep_pair, ask(3, seed=1), clse, 5):
-        torch_stages.check(deep_pair, example, drops, forgets=True)
+        torch_stages.check(deep_pair, example, drops, prunes_cache=True)

@@ -182,7 +182,7 @@ def reference(model, name, result, row, tokens_of):
         )
     layers = range(model.config.text.num_layers)
     layer_visible = [visible[sum(cut.layer <= layer for cut in cuts)] for layer in layers]
-    if any(cut.forgets for cut in cuts):  # then the answer does not see it in earlier layers
+    if any(cut.prunes_cache for cut in cuts):  # then the answer does not see it in earlier layers
         answer = np.arange(len(hidden))[:, None] > len(hidden) - STEPS
         layer_visible = [np.where(answer, visible[-1], layer_mask) for layer_mask in layer_visible]
     logits = plain_logits(

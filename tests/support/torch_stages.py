@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 @torch.no_grad()
-def check(pair, traced_answer, drops, renumber=False, forgets=False):
+def check(pair, traced_answer, drops, renumber=False, prunes_cache=False):
     """Compares our answer with the torch model's greedy answer that prunes during the prefill.
 
     Args:
@@ -63,7 +63,7 @@ def check(pair, traced_answer, drops, renumber=False, forgets=False):
         drops: functions by layer. A function maps (language model, inputs of all layers so far and
             of this layer) to the pruned inputs of this layer.
         renumber: whether tokens get consecutive position ids after each cut.
-        forgets: whether dropped tokens are also removed from the KV caches of earlier layers.
+        prunes_cache: whether dropped tokens are also removed from the KV caches of earlier layers.
 
     Returns:
         The rows of each stage.
@@ -80,7 +80,7 @@ def check(pair, traced_answer, drops, renumber=False, forgets=False):
     for number, block in enumerate(core.layers):
         if number in drops:
             previous, row = row, drops[number](core, [*entered, row])
-            if forgets:
+            if prunes_cache:
                 kept_tokens = {*zip(row.image, row.index, strict=True)}
                 previous_tokens = zip(previous.image, previous.index, strict=True)
                 # All text tokens are (-1, -1).
