@@ -83,8 +83,9 @@ def attention_scores(
         [b, h, q, t] logits.
     """
     b, h, q, c = query.shape
-    groups = segments[0].key.shape[1]
-    folded = query.reshape(b, groups, h // groups * q, c)
+    num_key_heads = segments[0].key.shape[1]
+    # Consecutive query heads share a key head.
+    folded = query.reshape(b, num_key_heads, h // num_key_heads * q, c)
     scores = []
     for segment in segments:
         score = _batched_matmul(folded, segment.key, (3, 3), jnp.float32) * c**-0.5
@@ -154,14 +155,15 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
 
 
 def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
-    """Computes attention for all queries in one step."""
+    """Computes attention for all queries in one step; see `attend` for the arguments."""
     b, h, q, _ = query.shape
     weights = attention_weights(query, segments).astype(segments[0].value.dtype)
+    # The values of segments are not concatenated; the products of the segments are added instead.
     outputs, start = [], 0
     for _, value, _ in segments:
-        groups, length = value.shape[1:3]
+        num_key_heads, length = value.shape[1:3]
         segment_weights = jax.lax.slice_in_dim(weights, start, start + length, axis=-1)
-        segment_weights = segment_weights.reshape(b, groups, h // groups * q, length)
+        segment_weights = segment_weights.reshape(b, num_key_heads, h // num_key_heads * q, length)
         outputs.append(_batched_matmul(segment_weights, value, (3, 2), value.dtype))
         start += length
     return functools.reduce(operator.add, outputs).reshape(b, h, q, -1)
@@ -216,10 +218,10 @@ def append_slots(
     """Writes keys or values of new tokens into a KV cache, each row at its own slots.
 
     Args:
-        buffer: [layers, b, g, capacity, c] cached keys or values.
-        new: [layers, b, g, s, c] keys or values of the new tokens.
-        slots: [b, s] slot of each new token, unique in a row. Tokens whose slot is not below the
-            capacity are dropped.
+        buffer: [layers, b, g, capacity, c] cached keys or values of g heads with c channels.
+        new: [layers, b, g, s, c] keys or values of the s new tokens of each row.
+        slots: [b, s] position of each new token in the cache, unique in a row. Tokens whose slot is
+            at least the capacity are dropped.
 
     Returns:
         The updated buffer.
@@ -234,9 +236,10 @@ def append_slots(
     )
 
     def write(buffer, new):
-        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, g, c]
+        # `scatter` expects the batch axes first, then the window axes of the buffer.
+        updates = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, g, c]
         return jax.lax.scatter(
-            buffer, slots[..., None], new, dimension_numbers, unique_indices=True, mode="drop"
+            buffer, slots[..., None], updates, dimension_numbers, unique_indices=True, mode="drop"
         )
 
     def write_as_integers(buffer, new):
@@ -270,9 +273,10 @@ def resolve_taps(
     """
     resolved = {}
     for kind, layer in taps:
-        count = num_layers + (kind in STATES)
+        # States exist before each block and after the last block.
+        num_places = num_layers + (kind in STATES)
         with naming(f"tap {kind}.{layer}"):
             require(kind in kinds, f"there is no {kind!r}; supported: {', '.join(kinds)}")
-            require(-count <= layer < count, f"there are only {count}")
-        resolved[f"{kind}.{layer}"] = (kind, layer % count)
+            require(-num_places <= layer < num_places, f"there are only {num_places}")
+        resolved[f"{kind}.{layer}"] = (kind, layer % num_places)
     return resolved

@@ -165,10 +165,12 @@ def _concatenate_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
     shape = np.max([array.shape[1:] for array in arrays], axis=0, initial=0).astype(int)
     if all(array.shape[1:] == tuple(shape) for array in arrays):
         return np.concatenate(arrays)
-    joined = np.zeros((sum(map(len, arrays)), *shape), arrays[0].dtype)
-    first = 0
+    num_images = sum(map(len, arrays))
+    joined = np.zeros((num_images, *shape), arrays[0].dtype)
+    first_image = 0
     for array in arrays:
-        trailing = tuple(map(slice, array.shape[1:]))
-        joined[(slice(first, first + len(array)), *trailing)] = array
-        first += len(array)
+        # The array fills the corner at the start of all trailing axes.
+        image_slice = slice(first_image, first_image + len(array))
+        joined[(image_slice, *map(slice, array.shape[1:]))] = array
+        first_image += len(array)
     return joined

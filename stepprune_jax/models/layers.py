@@ -96,7 +96,15 @@ _matmul_rounded.defjvp(_matmul_rounded_jvp, symbolic_zeros=True)
 
 
 def _matmul_integers(x: Float[Array, "*b k"], value: Int8[Array, "k n"]) -> Float[Array, "*b n"]:
-    """Multiplies rows with an int8 matrix in float32, without a converted copy of the matrix."""
+    """Multiplies rows with an int8 matrix in float32, without a converted copy of the matrix.
+
+    Args:
+        x: [..., k] rows.
+        value: [k, n] integers, without their scales.
+
+    Returns:
+        [..., n] float32 products.
+    """
 
     def matmul_converted(x, value):
         return matmul_float32(x, value.astype(x.dtype))

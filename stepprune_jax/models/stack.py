@@ -126,9 +126,10 @@ def run_stack(
     unrolled; `body` then gets Python integers as block numbers.
 
     Args:
-        layers: weights of the blocks, as a list or stacked.
+        layers: weights of the blocks, as a list or stacked. Only their layout matters here: `body`
+            takes the weights of each block itself.
         body: maps (carry, block number) to (carry, output).
-        carry: the first carry.
+        carry: input of the first block, such as the residual stream.
         span: number of the first block, and number of the block to stop before.
         output_blocks: numbers of the blocks whose outputs are returned.
         carry_layers: block numbers; the carry before each of these blocks is returned. `span[1]`
@@ -138,10 +139,12 @@ def run_stack(
         The last carry, the outputs by block, and the carries by block.
     """
     (first, last), is_unrolled = span, isinstance(layers, list)
+    # Blocks between two boundaries run as one scan. A block whose output is requested runs by
+    # itself, between a boundary before it and a boundary after it.
     after_outputs = (block + 1 for block in output_blocks)
-    edges = sorted({first, last, *carry_layers, *output_blocks, *after_outputs})
+    boundaries = sorted({first, last, *carry_layers, *output_blocks, *after_outputs})
     outputs, carries = {}, {}
-    for start, stop in itertools.pairwise(edges):
+    for start, stop in itertools.pairwise(boundaries):
         if start in carry_layers:
             carries[start] = carry
         if start in output_blocks:

@@ -198,10 +198,11 @@ class Pruner:
         Returns:
             The kept tokens.
         """
+        # This base class keeps all tokens.
         (r, n), valid = inputs.tokens.shape[:2], inputs.valid
         count = jnp.full(r, n, jnp.int32) if valid is None else valid.sum(1, dtype=jnp.int32)
         index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (r, n))
-        if valid is None and capacity == n:
+        if valid is None and capacity == n:  # without padding, no token has to be gathered
             return Kept(index, index, inputs.whole, jnp.ones((r, n), bool), count)
         return take(inputs.whole, index, count, capacity)
 
@@ -225,10 +226,11 @@ class Pruner:
         Args:
             config: the model's configuration.
             num_tokens: tokens of the image.
-            kept: number of tokens that a learned stop kept; `num_tokens` by default.
+            kept: number of tokens that a learned stop kept; None for a method without one.
 
         Returns:
-            A count for each layer. With the text added, they are an argument of `flops.llm_flops`.
+            The number of visual tokens in each layer. After text tokens are added,
+            `flops.llm_flops` takes these numbers.
         """
         first_count = self.schedule(config, num_tokens).enter
         if first_count is None:
@@ -327,13 +329,14 @@ class LayerPruner(Pruner, abc.ABC):
         return None
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """Scores all slots at a cut; `drop` keeps the slots of each image with the best scores.
+        """Scores all tokens at a cut; `drop` keeps the tokens of each image with the best scores.
 
-        The default score is the attention of the last token in the only tap, averaged over heads.
+        The default score is the attention of the prompt's last token, averaged over heads. It needs
+        a cut with this attention as its only tap.
 
         Args:
-            sequence: the rows before the cut.
-            taps: the cut's intermediates by name.
+            sequence: b padded sequences of s slots (positions) with hidden states before the cut.
+            taps: the intermediates that the cut requests, by name.
 
         Returns:
             [b, s] scores.
@@ -348,17 +351,17 @@ class LayerPruner(Pruner, abc.ABC):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Selects the tokens that remain after a cut.
+        """Selects the tokens that remain after a cut, which is a place between two layers.
 
         Args:
-            cut: the cut.
-            sequence: the rows before the cut.
-            taps: the cut's intermediates by name.
-            count: [b, j] number of tokens to keep of each image, without merged tokens:
-                `Survivors.kept`.
+            cut: one of `cuts`.
+            sequence: b padded sequences of s slots (positions) with hidden states before the cut.
+            taps: the intermediates that the cut requests, by name.
+            count: [b, j] number of tokens to keep of each of a sequence's j images, without merged
+                tokens: `Survivors.kept`.
 
         Returns:
-            The rows, whose visual tokens may have been merged, and the mask of slots that remain.
-            Text always remains.
+            The sequences, whose visual tokens may have been merged, and [b, s] True at the slots
+            that remain. Text always remains.
         """
         return sequence, keep_best(self.scores(sequence, taps), sequence.image, count)

@@ -140,9 +140,10 @@ class Budget:
         if self.kind == "count":
             return min(int(self.number), num_tokens)
         assert self.kind == "rate"
+        # share * num_tokens, rounded half up: floor(share * num_tokens + 1/2) in integers.
         share = self._share
-        half_up = 2 * num_tokens * share.numerator + share.denominator
-        return max(1, half_up // (2 * share.denominator))
+        numerator = 2 * num_tokens * share.numerator + share.denominator
+        return max(1, numerator // (2 * share.denominator))
 
     def counts(self, sizes: Int[Array, "b"], num_tokens: int) -> Int[Array, "b"]:
         """Returns the number of kept tokens of each image, for a budget that may be traced.
@@ -150,13 +151,18 @@ class Budget:
         Args:
             sizes: [b] number of tokens of each image; 0 keeps 0.
             num_tokens: static bound on the sizes.
+
+        Returns:
+            [b] int32 counts, equal to `exact_count` of each size.
         """
         if self.kind == "count":
             return jnp.minimum(jnp.asarray(self.value, jnp.int32), sizes)
         if isinstance(self.value, _Share):
+            # The same rounding as in `exact_count`, in traced integers.
             numerator, denominator = self.value
-            half_up = 2 * sizes * numerator + denominator
-            return jnp.minimum(jnp.maximum(1, half_up // (2 * denominator)), sizes)
+            rounded = (2 * sizes * numerator + denominator) // (2 * denominator)
+            return jnp.minimum(jnp.maximum(1, rounded), sizes)
+        # Other fractions are static, so a table on the host holds the counts of all sizes.
         counts = [self.exact_count(size) for size in range(1, num_tokens + 1)]
         return jnp.array([0, *counts], jnp.int32)[sizes]
 

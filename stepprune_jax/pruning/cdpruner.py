@@ -67,106 +67,125 @@ class CDPruner(Ranker):
         """Returns the tap of the tokens' tiles, if images are split into tiles."""
         return tile_taps(config)
 
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
-        """Orders the tokens of each row by greedy maximization of the determinant."""
-        real = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
-        unit, size = unit_vectors(view.tokens, view.valid), real.sum(1, keepdims=True)
-        is_split = (size > self.split_threshold) & (self.split_threshold > 0)
-        in_second_half = is_split & (jnp.arange(real.shape[1]) >= size // 2)
+    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
+        """Orders the tokens of each row by greedy maximization of the determinant.
+
+        Args:
+            inputs: inputs of the pruner. If images are split into tiles, the only tap is the tile
+                of each token.
+            steps: static length of the order.
+
+        Returns:
+            The order of the tokens.
+        """
+        is_token = jnp.ones(inputs.tokens.shape[:2], bool) if inputs.valid is None else inputs.valid
+        # Tokens are chosen from the parts of an image in turn. The second half is part 0, because
+        # it takes the first turn.
+        num_tokens = is_token.sum(1, keepdims=True)
+        is_split = (num_tokens > self.split_threshold) & (self.split_threshold > 0)
+        in_second_half = is_split & (jnp.arange(is_token.shape[1]) >= num_tokens // 2)
         part = jnp.where(is_split & ~in_second_half, 1, 0)
-        candidates = real
-        if view.taps:
-            (part,) = view.taps
-            candidates = real & (part >= 0)
-        words = jnp.where(view.text_valid[..., None], view.text.astype(jnp.float32), 0)
+        is_scaled = is_token
+        if inputs.taps:
+            (part,) = inputs.taps
+            is_scaled = is_token & (part >= 0)  # not tokens at the ends of rows, without a tile
+        unit_tokens = unit_vectors(inputs.tokens, inputs.valid)
+        words = jnp.where(inputs.text_valid[..., None], inputs.text.astype(jnp.float32), 0)
         question = unit_vectors(words.sum(1, keepdims=True), None)[:, 0]
-        cosine = jnp.einsum("rne,re->rn", unit, question, precision=_EXACT)
-        quality = jnp.where(
+        cosine = jnp.einsum("rne,re->rn", unit_tokens, question, precision=_EXACT)
+        relevance = jnp.where(
             in_second_half,
-            _scale(cosine, candidates & in_second_half),
-            _scale(cosine, candidates & ~in_second_half),
+            _scale(cosine, is_scaled & in_second_half),
+            _scale(cosine, is_scaled & ~in_second_half),
         )
         if self.theta is not None:
-            quality = jnp.exp(quality * (self.theta / (2 - 2 * self.theta)))
+            relevance = jnp.exp(relevance * (self.theta / (2 - 2 * self.theta)))
         order = grow_determinant(
-            unit, quality, real, part, weight=self.relevance_weight, steps=steps
+            unit_tokens, relevance, is_token, part, weight=self.relevance_weight, steps=steps
         )
         return Ranking(order)
 
 
-def _scale(values: Float[Array, "r n"], candidates: Bool[Array, "r n"]) -> Float[Array, "r n"]:
-    """Scales values linearly so that the candidates cover [0, 1]; 1 if the candidates are equal."""
-    low = jnp.min(jnp.where(candidates, values, -_LOWEST), axis=1, keepdims=True)
-    high = jnp.max(jnp.where(candidates, values, _LOWEST), axis=1, keepdims=True)
+def _scale(values: Float[Array, "r n"], mask: Bool[Array, "r n"]) -> Float[Array, "r n"]:
+    """Scales each row linearly, such that its values under the mask cover [0, 1].
+
+    If all values under the mask are equal, all values become 1. Values outside the mask may leave
+    [0, 1].
+    """
+    low = jnp.min(jnp.where(mask, values, -_LOWEST), axis=1, keepdims=True)
+    high = jnp.max(jnp.where(mask, values, _LOWEST), axis=1, keepdims=True)
     is_varied = high > low
     return jnp.where(is_varied, (values - low + _EPSILON) / jnp.where(is_varied, high - low, 1), 1)
 
 
 def grow_determinant(
-    unit: Float[Array, "r n e"],
-    quality: Float[Array, "r n"],
-    real: Bool[Array, "r n"],
+    unit_tokens: Float[Array, "r n e"],
+    relevance: Float[Array, "r n"],
+    is_token: Bool[Array, "r n"],
     part: Int[Array, "r n"],
     *,
     weight: float,
     steps: int,
 ) -> Int[Array, "r t"]:
-    """Chooses tokens one by one, so that each maximizes the determinant of the kernel.
+    """Chooses tokens one by one, such that each maximizes the determinant of a kernel.
 
     The kernel of tokens i and j is their cosine times (1 - w + w q_i q_j), or 0 for tokens of
-    different parts. Each choice adds a row to the Cholesky factor of the kernel (Chen et al.,
-    https://arxiv.org/abs/1709.05135), and the kernel itself is never stored.
+    different parts, where q is the relevance and w its weight. Each choice adds a row to the
+    Cholesky factor of the kernel (Chen et al., https://arxiv.org/abs/1709.05135). The kernel itself
+    is never stored.
 
     Args:
-        unit: [r, n, e] tokens, normalised to length 1.
-        quality: [r, n] q of each token.
-        real: [r, n] True at real tokens.
-        part: [r, n] number of each token's part. The parts take turns in ascending order; tokens of
-            part -1 are chosen last.
-        weight: w, the weight of relevance in the kernel.
-        steps: number of tokens to choose; static.
+        unit_tokens: [r, n, e] n tokens of each row, normalised to length 1.
+        relevance: [r, n] relevance q of each token.
+        is_token: [r, n] False at padding.
+        part: [r, n] part of the image to which each token belongs, from 0. The parts take turns in
+            ascending order. Tokens of part -1 are chosen last.
+        weight: weight w of relevance in the kernel.
+        steps: number t of tokens to choose; static.
 
     Returns:
         [r, t] int32 indices in order of choice; undefined after a row's last token.
     """
-    (r, n), token_index = real.shape, jnp.arange(real.shape[1])
+    (r, n), token_index = is_token.shape, jnp.arange(is_token.shape[1])
 
-    def step(carry, t):
-        gain, factor, turn = carry
+    def step(carry, step_index):
+        # gain: [r, n] factor by which a token would increase the determinant.
+        # cholesky: [r, t, n] rows of the factor, one per choice.
+        # turn: [r, n] number of the turn in which a token may be chosen.
+        gain, cholesky, turn = carry
         next_turn = jnp.min(turn, axis=1, keepdims=True)
-        choice = jnp.argmax(jnp.where(turn == next_turn, gain, _LOWEST), axis=1)[:, None].astype(
-            jnp.int32
-        )
+        next_gain = jnp.where(turn == next_turn, gain, _LOWEST)
+        choice = jnp.argmax(next_gain, axis=1)[:, None].astype(jnp.int32)
 
-        def at_choice(x):
-            return jnp.take_along_axis(x, choice, axis=1)
+        def at_choice(values):
+            return jnp.take_along_axis(values, choice, axis=1)
 
-        chosen = jnp.take_along_axis(unit, choice[..., None], axis=1)[:, 0]
-        cosine = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
-        kernel = cosine * (1 - weight + weight * quality * at_choice(quality))
+        chosen = jnp.take_along_axis(unit_tokens, choice[..., None], axis=1)[:, 0]
+        cosine = jnp.einsum("rne,re->rn", unit_tokens, chosen, precision=_EXACT)
+        kernel_row = cosine * (1 - weight + weight * relevance * at_choice(relevance))
         same_part = part == at_choice(part)
-        kernel = jnp.where(same_part, kernel, 0)
-        choice_column = jnp.take_along_axis(factor, choice[:, None], axis=2)[..., 0]
-        residual = kernel - jnp.einsum("rt,rtn->rn", choice_column, factor, precision=_EXACT)
+        kernel_row = jnp.where(same_part, kernel_row, 0)
+        choice_column = jnp.take_along_axis(cholesky, choice[:, None], axis=2)[..., 0]
+        residual = kernel_row - jnp.einsum("rt,rtn->rn", choice_column, cholesky, precision=_EXACT)
         # The gain of a token that depends linearly on earlier choices may round to 0 or below.
         choice_gain = at_choice(gain)
-        row = jnp.where(
-            choice_gain > 0, residual / jnp.sqrt(jnp.where(choice_gain > 0, choice_gain, 1)), 0
+        has_gain = choice_gain > 0
+        cholesky_row = jnp.where(
+            has_gain, residual / jnp.sqrt(jnp.where(has_gain, choice_gain, 1)), 0
         )
-        gain = jnp.where(token_index == choice, _LOWEST, gain - jnp.square(row))
-        # The next turn of a part comes after the turns of all other parts. A chosen token gets the
-        # largest number, so it has no further turn.
-        turn = jnp.where(
-            token_index == choice,
-            2 * last_turn,
-            turn + jnp.where(same_part & (turn < last_turn), n, 0),
-        )
-        return (gain, factor.at[:, t].set(row), turn), choice[:, 0]
+        gain = jnp.where(token_index == choice, _LOWEST, gain - jnp.square(cholesky_row))
+        # The next turn of a part comes after the turns of all other parts, of which there are at
+        # most n.
+        next_turn_of_token = turn + jnp.where(same_part & (turn < last_turn), n, 0)
+        turn = jnp.where(token_index == choice, never, next_turn_of_token)
+        return (gain, cholesky.at[:, step_index].set(cholesky_row), turn), choice[:, 0]
 
-    is_zero = jnp.all(unit == 0, axis=2)
-    gain = jnp.where(is_zero, 0, 1 - weight + weight * jnp.square(quality))
-    last_turn = n * n
-    turn = jnp.where(real, jnp.where(part < 0, last_turn, part), 2 * last_turn)
-    start = jnp.where(real, gain, _LOWEST), jnp.zeros((r, steps, n), jnp.float32), turn
+    # Turn numbers: parts begin with turns 0, 1, ... and use at most n turns each, so their turns
+    # are below n * n. Tokens of part -1 have the last turn. Chosen tokens and padding have none.
+    last_turn, never = n * n, 2 * n * n
+    is_zero = jnp.all(unit_tokens == 0, axis=2)
+    gain = jnp.where(is_zero, 0, 1 - weight + weight * jnp.square(relevance))
+    turn = jnp.where(is_token, jnp.where(part < 0, last_turn, part), never)
+    start = jnp.where(is_token, gain, _LOWEST), jnp.zeros((r, steps, n), jnp.float32), turn
     _, order = jax.lax.scan(step, start, jnp.arange(steps))
     return order.T

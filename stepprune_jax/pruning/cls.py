@@ -30,8 +30,8 @@ class Cls(Ranker):
         """Returns the tap of the class token's attention, and of the tiles if there are any."""
         return Tap("attention", class_token_block(config, self.name)), *tile_taps(config)
 
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
+    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
         """Orders patches by attention."""
-        attention, *tile = view.taps
-        order = by_score(jnp.mean(attention.astype(jnp.float32), axis=1)[:, 1:], view.valid)
+        attention, *tile = inputs.taps
+        order = by_score(jnp.mean(attention.astype(jnp.float32), axis=1)[:, 1:], inputs.valid)
         return Ranking((in_turns(order, *tile) if tile else order)[:, :steps])

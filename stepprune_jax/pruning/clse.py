@@ -22,15 +22,17 @@ from stepprune_jax.pruning.ordering import require_grid
 from stepprune_jax.pruning.schedule import are_layers, choose_layers, stage_widths
 
 LAYERS = (1, 11, 21)
-# Number of tokens after each cut, as a multiple of the mean, and the authors' numbers for images of
-# 576 tokens, by the mean as a fraction of the tokens.
+# Number of tokens after each of the three cuts, as a multiple of the mean over layers.
 _MULTIPLES = (1.72, 1.09, 0.32)
+# The authors' numbers of tokens after each cut for images of 576 tokens, by the mean over layers as
+# a fraction of 576.
 _COUNTS = {
     Fraction(1, 3): (330, 210, 62),
     Fraction(2, 9): (220, 140, 41),
     Fraction(1, 9): (110, 70, 20),
 }
 _EXACT = jax.lax.Precision.HIGHEST
+_EPSILON = 1e-6  # keeps divisions finite, as in the authors' program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Clse(LayerPruner):
         super().check(config, num_tokens)
         for option in ("cutoff", "temperature"):
             self.expect(option, getattr(self, option) > 0, "more than 0")
-        is_reachable = self._shares(config, num_tokens)[0] <= num_tokens
+        is_reachable = self._unrounded_counts(config, num_tokens)[0] <= num_tokens
         quantity = "mean over layers" if self.average else "number"
         self.expect(
             "budget",
@@ -87,13 +89,23 @@ class Clse(LayerPruner):
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
         """Counts the tokens from each layer of the list on."""
-        # 1e-9 keeps integers that are rounded to slightly smaller floats.
-        counts = [max(1, int(share + 1e-9)) for share in self._shares(config, num_tokens)]
-        survivors = [Survivors(min(count, num_tokens)) for count in counts]
-        return Schedule(num_tokens, num_tokens, tuple(survivors))
+        # Floats may be slightly below the integer that they represent, so 1e-9 is added before
+        # rounding down.
+        counts = [max(1, int(x + 1e-9)) for x in self._unrounded_counts(config, num_tokens)]
+        survivors = tuple(Survivors(min(count, num_tokens)) for count in counts)
+        return Schedule(num_tokens, num_tokens, survivors)
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """Scores tokens by attention, and at the first cut also by spectral evolution."""
+        """Scores tokens by attention, and at the first cut also by spectral evolution.
+
+        Args:
+            sequence: the padded sequences before the cut; a slot is a position in them.
+            taps: "attention" of the preceding layer, and at the first cut the embeddings
+                "hidden.0".
+
+        Returns:
+            [b, s] score of each slot.
+        """
         embeddings = taps.get("hidden.0")
         attention = next(tap for name, tap in taps.items() if name != "hidden.0")
         score = attention[:, :, 0].mean(1)
@@ -101,7 +113,7 @@ class Clse(LayerPruner):
             return score
         smoothing = low_pass(sequence, self.cutoff)
         detail_before, detail_after = (
-            jnp.abs(x - _sums(smoothing, x)).mean(2)
+            jnp.abs(x - _weighted_sums(smoothing, x)).mean(2)
             for x in (embeddings.astype(jnp.float32), sequence.hidden.astype(jnp.float32))
         )
         return score * evolution(
@@ -114,8 +126,18 @@ class Clse(LayerPruner):
             return self.layer_list
         return choose_layers(LAYERS, config.text.num_layers)
 
-    def _shares(self, config: ModelConfig, num_tokens: int) -> list[float]:
-        """Returns the number of tokens after each cut, before rounding."""
+    def _unrounded_counts(self, config: ModelConfig, num_tokens: int) -> list[float]:
+        """Returns the number of an image's tokens after each cut, before rounding.
+
+        The counts are proportional to `_MULTIPLES`, and scaled to meet the budget.
+
+        Args:
+            config: the model's configuration.
+            num_tokens: number of tokens of the image.
+
+        Returns:
+            The counts, one for each layer of the list.
+        """
         budget, layers = self.budget.exact_count(num_tokens), self._layers(config)
         depth, multiples = config.text.num_layers, _MULTIPLES[-len(layers) :]
         if not self.average:
@@ -123,15 +145,18 @@ class Clse(LayerPruner):
         published_counts = _COUNTS.get(Fraction(budget, num_tokens))
         if published_counts is not None and (layers, depth) == (LAYERS, 32):
             return [count * num_tokens / 576 for count in published_counts]
-        first, *widths = stage_widths(layers, depth)
-        widths[-1] += first
-        mean = sum(m * w for m, w in zip(multiples, widths, strict=True)) / depth
-        return [budget * multiple / mean for multiple in multiples]
+        # In the authors' mean, layers before the first cut count like layers after the last cut.
+        width_before_cuts, *widths = stage_widths(layers, depth)
+        widths[-1] += width_before_cuts
+        mean_multiple = sum(m * w for m, w in zip(multiples, widths, strict=True)) / depth
+        return [budget * multiple / mean_multiple for multiple in multiples]
 
 
-def _sums(weights: Float[Array, "b s s"], x: Float[Array, "b s *e"]) -> Float[Array, "b s *e"]:
-    """Returns the weighted sums over the slots of each row."""
-    return jnp.einsum("bst,bt...->bs...", weights, x, precision=_EXACT)
+def _weighted_sums(
+    weights: Float[Array, "b s s"], values: Float[Array, "b s *e"]
+) -> Float[Array, "b s *e"]:
+    """Returns the sum over t of weights[s, t] * values[t], for each slot s of each sequence."""
+    return jnp.einsum("bst,bt...->bs...", weights, values, precision=_EXACT)
 
 
 def _same_image(sequence: Sequence) -> Float[Array, "b s s"]:
@@ -144,12 +169,12 @@ def low_pass(sequence: Sequence, cutoff: float) -> Float[Array, "b s s"]:
     """Returns the weights of a Gaussian low-pass filter over the grid of each image.
 
     The periodic filter multiplies the frequency (k, l) by exp(-(k^2 + l^2) / (2 sigma^2)), with
-    sigma = `cutoff` times half of the shorter side, rounded down. It is the product of a filter
-    over rows and a filter over columns. For a side of length m, two tokens at distance d have the
-    weight sum_k exp(-k^2 / (2 sigma^2)) cos(2 pi k d / m) / m.
+    sigma = `cutoff` * floor(shorter side / 2). It is the product of a filter over rows and a filter
+    over columns. For a side of length m, two tokens at distance d have the weight
+    sum_k exp(-k^2 / (2 sigma^2)) cos(2 pi k d / m) / m.
 
     Args:
-        sequence: rows with the image, index and grid of each visual token.
+        sequence: b padded sequences of s slots, with the image, index and grid of visual tokens.
         cutoff: width of the filter, as a fraction of half of the grid's shorter side.
 
     Returns:
@@ -159,24 +184,27 @@ def low_pass(sequence: Sequence, cutoff: float) -> Float[Array, "b s s"]:
     assert sequence.grid is not None  # there are images
     image, grid = jnp.maximum(sequence.image, 0), jnp.maximum(sequence.grid, 1)
     half_side = jnp.min(grid // 2, axis=2).astype(jnp.float32)
+    # A filter of width 0 would divide by 0. The square of the lower bound is a normal float32.
     sigma = jnp.maximum(cutoff * half_side, jnp.finfo(jnp.float32).tiny ** 0.5)
     patch = jnp.maximum(sequence.index, 0)
     columns = jnp.take_along_axis(grid[..., 1], image, axis=1)
-    coordinates = (patch // columns, patch % columns)
-    k = jnp.arange(s // 2 + 1)
+    row_and_column = (patch // columns, patch % columns)
+    # Static bounds: a side is at most s tokens long.
+    distances, frequency = jnp.arange(s), jnp.arange(s // 2 + 1)
     weights = _same_image(sequence)
-    for axis, coordinate in enumerate(coordinates):
-        side = grid[..., axis, None]  # [b, j, 1]
+    for axis, coordinate in enumerate(row_and_column):
+        side = grid[..., axis, None]  # [b, j, 1] for the j images of each sequence
         # Only frequencies k >= 0 are summed. Each counts for k and -k, except 0 and m / 2.
-        multiplicity = jnp.where((k == 0) | (2 * k == side), 1, 2) * (2 * k <= side)
-        gain = multiplicity * jnp.exp(-jnp.square(k / sigma[..., None]) / 2) / side
+        multiplicity = jnp.where((frequency == 0) | (2 * frequency == side), 1, 2)
+        multiplicity *= 2 * frequency <= side
+        gain = multiplicity * jnp.exp(-jnp.square(frequency / sigma[..., None]) / 2) / side
         # The integer phase is reduced by the period, so that the cosine has a small argument.
-        phase = (jnp.arange(s)[:, None] * k) % side[..., None]
+        phase = (distances[:, None] * frequency) % side[..., None]
         cosine = jnp.cos(2 * jnp.pi * phase / side[..., None])
-        axis_weights = jnp.einsum("bjdk,bjk->bjd", cosine, gain, precision=_EXACT)
+        weights_by_distance = jnp.einsum("bjdk,bjk->bjd", cosine, gain, precision=_EXACT)
+        weights_by_distance = jnp.take_along_axis(weights_by_distance, image[..., None], axis=1)
         distance = jnp.abs(coordinate[:, :, None] - coordinate[:, None])
-        slot_weights = jnp.take_along_axis(axis_weights, image[..., None], axis=1)
-        weights *= jnp.take_along_axis(slot_weights, jnp.minimum(distance, s - 1), axis=2)
+        weights *= jnp.take_along_axis(weights_by_distance, jnp.minimum(distance, s - 1), axis=2)
     return weights
 
 
@@ -186,22 +214,27 @@ def evolution(
     same_image: Float[Array, "b s s"],
     temperature: float,
 ) -> Float[Array, "b s"]:
-    """Maps the relative change of each token's detail to a factor in (0, 1).
+    """Maps the relative change of each token's detail in a layer to a factor in (0, 1).
 
-    The change |after - before| / (mean(before) + before), at most 1, is standardised over the
-    image, with the sample standard deviation, and passed through a sigmoid.
+    The detail of a token is the mean magnitude of its channels after a high-pass filter. Its change
+    is |after - before| / (mean(before) + before), but at most 1, with the mean over the image. The
+    factor is sigmoid(z / `temperature`), where z is the change in standard deviations from the mean
+    of the image.
 
     Args:
-        detail_before: [b, s] detail of each token before the layer.
-        detail_after: [b, s] detail of each token after the layer.
+        detail_before: [b, s] detail before the layer, of the s slots of b sequences.
+        detail_after: [b, s] detail after the layer.
         same_image: [b, s, s] 1 for pairs of visual tokens of the same image, 0 for all other pairs.
         temperature: temperature of the sigmoid.
+
+    Returns:
+        [b, s] factors; without meaning for text and padding.
     """
-    tiny, num_tokens = 1e-6, jnp.maximum(same_image.sum(2), 1)  # as the authors have it
-    change = jnp.abs(detail_after - detail_before) / (
-        _sums(same_image, detail_before) / num_tokens + detail_before + tiny
-    )
+    num_tokens = jnp.maximum(same_image.sum(2), 1)  # of the image of each slot
+    mean_before = _weighted_sums(same_image, detail_before) / num_tokens
+    change = jnp.abs(detail_after - detail_before) / (mean_before + detail_before + _EPSILON)
     change = jnp.minimum(change, 1)
-    centred = change - _sums(same_image, change) / num_tokens
-    variance = _sums(same_image, jnp.square(centred)) / jnp.maximum(num_tokens - 1, 1)
-    return jax.nn.sigmoid(centred / (jnp.sqrt(variance) + tiny) / temperature)
+    deviation = change - _weighted_sums(same_image, change) / num_tokens
+    squares = _weighted_sums(same_image, jnp.square(deviation))
+    sample_std = jnp.sqrt(squares / jnp.maximum(num_tokens - 1, 1))
+    return jax.nn.sigmoid(deviation / (sample_std + _EPSILON) / temperature)

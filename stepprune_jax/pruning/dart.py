@@ -2,7 +2,7 @@
 
 Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens and the words after
 the image with the largest keys in layer K - 1. The pivots take turns: first the visual pivots, then
-the words, each by descending size of their keys. In its turn, a pivot takes the visual tokens that
+the words, by descending size of their keys. In its turn, a pivot takes the visual tokens that
 are least similar to it. Similarity is the cosine between states before layer K, normalised by the
 model's final norm. The taken tokens and the visual pivots remain from layer K on and keep their
 position ids. The turns of the authors' program follow the order of a Python set of the pivots'
@@ -77,8 +77,8 @@ class Dart(LayerPruner):
         kind, number = self.budget.kind, Fraction(self.budget.number)
         budget = number * num_tokens if kind == "rate" else number
         num_taken = int(budget // self._pivots) * self._pivots
-        num_left = max(1, min(num_tokens, num_taken + self.pivot_image_token))
-        return Schedule(num_tokens, num_tokens, (Survivors(num_left),))
+        num_remaining = max(1, min(num_tokens, num_taken + self.pivot_image_token))
+        return Schedule(num_tokens, num_tokens, (Survivors(num_remaining),))
 
     def drop(
         self,
@@ -87,23 +87,42 @@ class Dart(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the visual pivots and the taken tokens, then the earliest remaining tokens."""
+        """Keeps the visual pivots and the tokens that pivots take.
+
+        If an image keeps more tokens, its earliest remaining tokens fill up the count.
+
+        Args:
+            cut: the cut, with its two taps: keys and normalised hidden states.
+            sequence: the padded sequences at the cut; a slot is a position in them.
+            taps: values of the taps by name.
+            count: [b, j] number of tokens to keep of each image, including its pivots.
+
+        Returns:
+            The sequences, unchanged, and [b, s] True at the slots that remain.
+        """
         keys, features = (taps[f"{tap.kind}.{tap.layer}"] for tap in cut.taps)
         key_norm = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
         slots = jnp.arange(key_norm.shape[2])
+        # [b, j, s] masks for each image of a sequence.
         is_in_image = sequence.image[:, None] == jnp.arange(count.shape[1])[:, None]
-        last_slot = jnp.max(jnp.where(is_in_image, slots, -1), axis=2, keepdims=True)
+        last_image_slot = jnp.max(jnp.where(is_in_image, slots, -1), axis=2, keepdims=True)
         is_text = (sequence.image < 0) & (slots < sequence.length[:, None])
-        visual_pivots, has_visual_pivot = _largest(key_norm, is_in_image, self.pivot_image_token)
-        word_pivots, has_word_pivot = _largest(
-            key_norm, is_text[:, None] & (slots > last_slot), self.pivot_text_token
+        is_text_after_image = is_text[:, None] & (slots > last_image_slot)
+        visual_pivots, is_visual_pivot = _find_largest(
+            key_norm, is_in_image, self.pivot_image_token
+        )
+        word_pivots, is_word_pivot = _find_largest(
+            key_norm, is_text_after_image, self.pivot_text_token
         )
         pivots = jnp.concatenate([visual_pivots, word_pivots], axis=2)
-        has_pivot = jnp.concatenate([has_visual_pivot, has_word_pivot], axis=2)
+        pivot_exists = jnp.concatenate([is_visual_pivot, is_word_pivot], axis=2)
         is_pivot = is_in_image & jnp.any(slots[:, None] == visual_pivots[:, :, None], axis=3)
         tokens_per_pivot = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
         turn = take_in_turn(
-            _cosines(features, pivots), has_pivot, is_in_image & ~is_pivot, tokens_per_pivot
+            _compute_cosines(features, pivots),
+            pivot_exists,
+            is_in_image & ~is_pivot,
+            tokens_per_pivot,
         )
         # Visual pivots come first, then tokens by the turn in which they were taken. Tokens that no
         # pivot takes come last.
@@ -112,15 +131,21 @@ class Dart(LayerPruner):
         return sequence, keep_best(score, sequence.image, count)
 
 
-def _largest(
+def _find_largest(
     values: Float[Array, "b 1 s"], mask: Bool[Array, "b j s"], count: int
 ) -> tuple[Int[Array, "b j p"], Bool[Array, "b j p"]]:
-    """Returns the slots of the `count` largest values under a mask, and whether each exists."""
+    """Finds the slots of the p = `count` largest values under each mask.
+
+    Returns:
+        The slots by descending value, and whether each slot is under the mask. Masks with fewer
+        than p slots are filled up with other slots.
+    """
+    # Values are at least 0, so -1 marks slots outside the mask.
     largest, slots = jax.lax.top_k(jnp.where(mask, values, -1), min(count, mask.shape[2]))
     return slots, largest >= 0
 
 
-def _cosines(
+def _compute_cosines(
     features: Float[Array, "b s e"], pivots: Int[Array, "b j p"]
 ) -> Float[Array, "b j p s"]:
     """Computes the cosines between the pivots and all features."""
@@ -133,34 +158,41 @@ def _cosines(
 
 def take_in_turn(
     cosine: Float[Array, "b j p s"],
-    has_pivot: Bool[Array, "b j p"],
-    candidates: Bool[Array, "b j s"],
+    pivot_exists: Bool[Array, "b j p"],
+    is_candidate: Bool[Array, "b j s"],
     tokens_per_pivot: Int[Array, "b j"],
 ) -> Int[Array, "b j s"]:
-    """Lets pivots take tokens in turn.
+    """Lets the pivots of each image take tokens, one pivot after another.
 
     Each pivot takes the remaining candidates that are least similar to it. Ties go to the earlier
     token.
 
     Args:
-        cosine: [b, j, p, s] cosines between pivots and tokens.
-        has_pivot: [b, j, p] False at pivots that do not exist.
-        candidates: [b, j, s] True at tokens that may be taken.
+        cosine: [b, j, p, s] cosines between the p pivots of each of the j images of a sequence and
+            the tokens in its s slots.
+        pivot_exists: [b, j, p] False at a pivot that takes no token.
+        is_candidate: [b, j, s] True at tokens that may be taken.
         tokens_per_pivot: [b, j] number of tokens that each pivot takes.
 
     Returns:
         [b, j, s] index of the pivot that took each token; p for a token that no pivot took.
     """
-    p = cosine.shape[2]
+    num_pivots = cosine.shape[2]
 
-    def one_turn(carry, pivot):
-        candidates, turn = carry
-        index, cosine, has_pivot = pivot
-        order = jnp.argsort(jnp.where(candidates, cosine, 2), axis=2, stable=True)
+    def take_for_pivot(carry, pivot):
+        is_candidate, taker = carry
+        pivot_index, pivot_cosine, exists = pivot
+        # Cosines are at most 1, so 2 sorts all other tokens last.
+        order = jnp.argsort(jnp.where(is_candidate, pivot_cosine, 2), axis=2, stable=True)
         rank = jnp.argsort(order, axis=2)
-        is_taken = candidates & has_pivot[..., None] & (rank < tokens_per_pivot[..., None])
-        return (candidates & ~is_taken, jnp.where(is_taken, index, turn)), None
+        is_taken = is_candidate & exists[..., None] & (rank < tokens_per_pivot[..., None])
+        return (is_candidate & ~is_taken, jnp.where(is_taken, pivot_index, taker)), None
 
-    pivots = (jnp.arange(p, dtype=jnp.int32), *(jnp.moveaxis(x, 2, 0) for x in (cosine, has_pivot)))
-    start = (candidates, jnp.full(candidates.shape, p, jnp.int32))
-    return jax.lax.scan(one_turn, start, pivots)[0][1]
+    pivots = (
+        jnp.arange(num_pivots, dtype=jnp.int32),
+        jnp.moveaxis(cosine, 2, 0),
+        jnp.moveaxis(pivot_exists, 2, 0),
+    )
+    no_taker = jnp.full(is_candidate.shape, num_pivots, jnp.int32)
+    (_, taker), _ = jax.lax.scan(take_for_pivot, (is_candidate, no_taker), pivots)
+    return taker

@@ -31,58 +31,62 @@ class DivPrune(Ranker):
     after_projector: ClassVar[bool] = True
     positions: ClassVar[str] = "compact"
 
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
+    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by farthest-point selection."""
-        available = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
-        return Ranking(farthest_first(unit_vectors(view.tokens, view.valid), available, steps))
+        is_token = jnp.ones(inputs.tokens.shape[:2], bool) if inputs.valid is None else inputs.valid
+        return Ranking(farthest_first(unit_vectors(inputs.tokens, inputs.valid), is_token, steps))
 
 
 def farthest_first(
-    unit: Float[Array, "r n e"],
-    available: Bool[Array, "r n"],
+    unit_tokens: Float[Array, "r n e"],
+    is_candidate: Bool[Array, "r n"],
     steps: int,
     relevance: Float[Array, "r n"] | None = None,
     diversity: float = 1.0,
 ) -> Int[Array, "r t"]:
-    """Chooses tokens one by one, each the farthest from the earlier choices.
+    """Chooses tokens one by one, each the farthest from the tokens chosen before.
 
-    With `relevance`, each choice maximizes diversity * distance + (1 - diversity) * relevance, and
-    the first choice maximizes relevance.
+    The distance of two tokens is 1 minus their cosine. The distance of a token from a set is the
+    distance from the nearest token of the set. The first choice is the token farthest from the set
+    of all other tokens. With `relevance`, the first choice maximizes the relevance, and each later
+    choice maximizes diversity * distance + (1 - diversity) * relevance.
 
     Args:
-        unit: [r, n, e] tokens, normalised to length 1.
-        available: [r, n] True at tokens that may be chosen; at least one in each row.
-        steps: number of tokens to choose; static.
-        relevance: [r, n] relevance of each token, or None.
+        unit_tokens: [r, n, e] n tokens of each row, normalised to length 1.
+        is_candidate: [r, n] True at tokens that may be chosen; at least one in each row.
+        steps: number t of tokens to choose; static.
+        relevance: [r, n] relevance of each token; None chooses by distance only.
         diversity: weight of the distance, in [0, 1].
 
     Returns:
-        [r, t] int32 indices in order of choice; undefined after a row's last available token.
+        [r, t] int32 indices in order of choice; undefined after a row's last candidate.
     """
-    token_index, lowest = jnp.arange(available.shape[1])[None], jnp.finfo(jnp.float32).min
+    token_index, lowest = jnp.arange(is_candidate.shape[1])[None], jnp.finfo(jnp.float32).min
+    max_distance = 2  # distance of opposite vectors
 
-    def farthest(distance, available):
-        if relevance is not None:
-            distance = diversity * distance + (1 - diversity) * relevance
-        return jnp.argmax(jnp.where(available, distance, lowest), axis=1).astype(jnp.int32)
+    def argmax_among(scores, is_candidate):
+        return jnp.argmax(jnp.where(is_candidate, scores, lowest), axis=1).astype(jnp.int32)
 
-    def distance_to_others(chunk, chunk_index):
-        cosine = jnp.einsum("rqe,rne->rqn", chunk, unit, precision=_EXACT)
-        is_other = available[:, None] & (chunk_index[..., None] != token_index)
-        return jnp.min(jnp.where(is_other, 1 - cosine, 2), axis=2)
+    def distance_to_nearest_other(chunk, chunk_index):
+        cosine = jnp.einsum("rqe,rne->rqn", chunk, unit_tokens, precision=_EXACT)
+        is_other = is_candidate[:, None] & (chunk_index[..., None] != token_index)
+        return jnp.min(jnp.where(is_other, 1 - cosine, max_distance), axis=2)
 
     def step(carry, _):
-        available, nearest_distance, choice = carry
-        chosen = jnp.take_along_axis(unit, choice[:, None, None], axis=1)[:, 0]
-        cosine = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
-        nearest_distance = jnp.minimum(nearest_distance, 1 - cosine)
-        available &= token_index != choice[:, None]
-        return (available, nearest_distance, farthest(nearest_distance, available)), choice
+        is_remaining, distance, choice = carry
+        chosen = jnp.take_along_axis(unit_tokens, choice[:, None, None], axis=1)[:, 0]
+        cosine = jnp.einsum("rne,re->rn", unit_tokens, chosen, precision=_EXACT)
+        distance = jnp.minimum(distance, 1 - cosine)
+        is_remaining &= token_index != choice[:, None]
+        scores = distance
+        if relevance is not None:
+            scores = diversity * distance + (1 - diversity) * relevance
+        return (is_remaining, distance, argmax_among(scores, is_remaining)), choice
 
-    if relevance is None:
-        first = farthest(map_tokens(distance_to_others, unit, token_index), available)
-    else:
-        first = jnp.argmax(jnp.where(available, relevance, lowest), axis=1).astype(jnp.int32)
-    start = available, jnp.full(available.shape, 2, jnp.float32), first
+    first_scores = relevance
+    if first_scores is None:
+        first_scores = map_tokens(distance_to_nearest_other, unit_tokens, token_index)
+    distance = jnp.full(is_candidate.shape, max_distance, jnp.float32)
+    start = is_candidate, distance, argmax_among(first_scores, is_candidate)
     _, order = jax.lax.scan(step, start, length=steps)
     return order.T

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs
-from stepprune_jax.pruning.grid import deal_lines
+from stepprune_jax.pruning.grid import arrange_in_lines
 from stepprune_jax.pruning.ordering import require_grid
 
 
@@ -38,30 +38,43 @@ class Downsample(Pruner):
         super().check(config, num_tokens)
         require_grid(config, self.name)
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Returns the means of the cells in raster order."""
-        n, cell, count = view.tokens.shape[1], jnp.arange(capacity)[None], view.count[:, None]
-        height, width = view.grid[:, :1], view.grid[:, 1:]
-        tokens = view.whole.astype(jnp.float32)
-        if view.valid is not None:
-            tokens = jnp.where(view.valid[..., None], tokens, 0)
-        line, num_lines, column_in_line, line_length = deal_lines(view.grid, view.count, cell)
-        row, column = (
-            (2 * line + 1) * height // (2 * num_lines),
-            (2 * column_in_line + 1) * width // (2 * line_length),
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Returns the mean token of each cell, cells in raster order.
+
+        Args:
+            inputs: inputs of the pruner; `inputs.count` is the number of cells of each image.
+            capacity: static size k of the result.
+
+        Returns:
+            The means as tokens without an index, because no single token of the image is kept.
+        """
+        height, width = inputs.grid[:, :1], inputs.grid[:, 1:]
+        tokens = inputs.whole.astype(jnp.float32)
+        if inputs.valid is not None:
+            tokens = jnp.where(inputs.valid[..., None], tokens, 0)
+        cell = jnp.arange(capacity)[None]
+        # The line of a cell is the number of its band.
+        band, num_bands, cell_in_band, cells_per_band = arrange_in_lines(
+            inputs.grid, inputs.count, cell
         )
-        patch = jnp.arange(n)[None, None]
-        overlap = _overlap(patch // width[..., None], line, num_lines, height)
-        overlap *= _overlap(patch % width[..., None], column_in_line, line_length, width)
+        token = jnp.arange(tokens.shape[1])[None, None]
+        token_row, token_column = token // width[..., None], token % width[..., None]
+        # Along each axis, overlaps are integers in units of 1 / (number of cells). A cell covers
+        # height / num_bands x width / cells_per_band tokens, so its weights sum to 1.
+        overlap = _overlap(token_row, band, num_bands, height)
+        overlap *= _overlap(token_column, cell_in_band, cells_per_band, width)
         weights = overlap / (height * width)[..., None]
         means = jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=jax.lax.Precision.HIGHEST)
-        valid = cell < count
+        # The token at the center of the cell: floor((band + 1/2) * height / num_bands).
+        center_row = (2 * band + 1) * height // (2 * num_bands)
+        center_column = (2 * cell_in_band + 1) * width // (2 * cells_per_band)
+        valid = cell < inputs.count[:, None]
         return Kept(
-            index=jnp.full_like(row, -1),
-            place=jnp.where(valid, row * width + column, 0),
-            tokens=jnp.where(valid[..., None], means, 0).astype(view.tokens.dtype),
+            index=jnp.full_like(center_row, -1),
+            place=jnp.where(valid, center_row * width + center_column, 0),
+            tokens=jnp.where(valid[..., None], means, 0).astype(inputs.tokens.dtype),
             valid=valid,
-            count=view.count,
+            count=inputs.count,
         )
 
 
@@ -71,7 +84,21 @@ def _overlap(
     num_cells: Int[Array, "r #k"],
     size: Int[Array, "r 1"],
 ) -> Int[Array, "r k n"]:
-    """Returns the overlap of tokens and cells along an axis, in units of 1 / `num_cells` tokens."""
+    """Returns the lengths of the overlaps of tokens and cells along one axis of the image.
+
+    The axis has length `size` in tokens and is divided into `num_cells` equal cells.
+
+    Args:
+        token: [r, 1, n] coordinate of each token on the axis, from 0 to `size` - 1.
+        cell: [r, k] coordinate of each cell on the axis, from 0 to `num_cells` - 1.
+        num_cells: [r, k or 1] number of cells on the axis.
+        size: [r, 1] number of tokens on the axis.
+
+    Returns:
+        [r, k, n] overlaps in units of 1 / `num_cells` tokens, so they are integers.
+    """
     cell, num_cells, size = (x[..., None] for x in (cell, num_cells, size))
+    # In this unit, a token spans `num_cells` and a cell spans `size`.
+    start = jnp.maximum(token * num_cells, cell * size)
     end = jnp.minimum((token + 1) * num_cells, (cell + 1) * size)
-    return jnp.maximum(end - jnp.maximum(token * num_cells, cell * size), 0)
+    return jnp.maximum(end - start, 0)

@@ -57,8 +57,8 @@ class FastV(LayerPruner):
             return super().schedule(config, num_tokens)
         fraction = self._remaining_fraction(config, num_tokens)
         # The mean may be unreachable for small images, which then keep one token.
-        num_left = Budget("rate", fraction).exact_count(num_tokens) if fraction > 0 else 1
-        return Schedule(num_tokens, num_tokens, (Survivors(num_left),))
+        num_remaining = Budget("rate", fraction).exact_count(num_tokens) if fraction > 0 else 1
+        return Schedule(num_tokens, num_tokens, (Survivors(num_remaining),))
 
     def _remaining_fraction(self, config: ModelConfig, num_tokens: int) -> Fraction:
         """Returns the fraction of tokens from layer K on that makes the budget the mean."""

@@ -1,6 +1,7 @@
 """A uniform grid: keeps tokens that are spread evenly over the image."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -22,64 +23,85 @@ class Grid(Pruner):
         super().check(config, num_tokens)
         require_grid(config, self.name)
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps `view.count` tokens of each row."""
-        order = grid_indices(view.grid, view.count, capacity)
-        return take(view.whole, order, view.count, capacity)
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Keeps `inputs.count` evenly spread tokens of each image."""
+        order = grid_indices(inputs.grid, inputs.count, capacity)
+        return take(inputs.whole, order, inputs.count, capacity)
+
+
+class LinePlaces(NamedTuple):
+    """Places of points that `arrange_in_lines` arranges in horizontal lines.
+
+    Attributes:
+        line: [r, k] line of each point, counted from the top.
+        num_lines: [r, 1] number of lines of each image.
+        index_in_line: [r, k] index of each point in its line, counted from the left.
+        line_length: [r, k] number of points in the line of each point.
+    """
+
+    line: Int[Array, "r k"]
+    num_lines: Int[Array, "r 1"]
+    index_in_line: Int[Array, "r k"]
+    line_length: Int[Array, "r k"]
 
 
 def grid_indices(
     grid: Int[Array, "r 2"], count: Int[Array, "r"], capacity: int
 ) -> Int[Array, "r k"]:
-    """Returns `count` tokens that are spread evenly over each grid, in raster order.
+    """Returns the raster indices of `count` tokens that are spread evenly over each image.
 
-    Lines are spread evenly over the height, and the tokens of each line evenly over the width. If
-    two columns are equally near, odd lines take the left column.
+    The tokens lie on horizontal lines, see `arrange_in_lines`. The lines are spread evenly over the
+    height, and the tokens of a line are spread evenly over the width. If two columns are equally
+    near to the ideal position, odd lines take the left column and even lines the right column.
 
     Args:
-        grid: [r, 2] rows and columns of each image.
-        count: [r] number of tokens.
-        capacity: k, the static size of the result.
+        grid: [r, 2] height and width of each of r images, in tokens.
+        count: [r] number of tokens to return for each image.
+        capacity: static size k of the result, at least every count.
 
     Returns:
-        [r, k] int32 indices; undefined after the first `count` entries.
+        [r, k] int32 indices in ascending order. Only the first `count` entries are defined.
     """
     height, width = grid[:, :1], grid[:, 1:]
-    line, num_lines, index_in_line, line_length = deal_lines(
+    line, num_lines, index_in_line, line_length = arrange_in_lines(
         grid, count, jnp.arange(capacity)[None]
     )
+    # The row at the center of the line's band: floor((line + 1/2) * height / num_lines).
     row = (2 * line + 1) * height // (2 * num_lines)
-    numerator = (2 * index_in_line + 1) * width
-    # The nearest column, rounding halves up or down: floor(x) or ceil(x) - 1 of x = position + 1/2.
-    column = jnp.where(
-        line % 2 == 0, numerator // (2 * line_length), -(-numerator // (2 * line_length)) - 1
-    )
+    # The center of a token's cell is x = (index_in_line + 1/2) * width / line_length, where column
+    # c covers [c, c + 1). If x is an integer, floor(x) is the column on its right and ceil(x) - 1
+    # the column on its left; otherwise both are the same column.
+    numerator, denominator = (2 * index_in_line + 1) * width, 2 * line_length
+    floor, ceil = numerator // denominator, -(-numerator // denominator)
+    column = jnp.where(line % 2 == 0, floor, ceil - 1)
     return (row * width + column).astype(jnp.int32)
 
 
-def deal_lines(
-    grid: Int[Array, "r 2"], count: Int[Array, "r"], slot: Int[Array, "#r k"]
-) -> tuple[Int[Array, "r k"], Int[Array, "r 1"], Int[Array, "r k"], Int[Array, "r k"]]:
-    """Divides `count` tokens among about sqrt(count height / width) lines.
+def arrange_in_lines(
+    grid: Int[Array, "r 2"], count: Int[Array, "r"], point: Int[Array, "#r k"]
+) -> LinePlaces:
+    """Arranges points in horizontal lines whose lengths differ by at most one.
 
-    The lengths of the lines differ by at most one.
+    The number of lines is sqrt(count * height / width), rounded to an integer. The points then have
+    about the same distance along rows and along columns.
 
     Args:
-        grid: [r, 2] rows and columns of each image.
-        count: [r] number of tokens.
-        slot: [r or 1, k] indices of tokens, from 0.
+        grid: [r, 2] height and width of each of r images, in tokens.
+        count: [r] number of points of each image.
+        point: [r or 1, k] indices of the points to place, from 0 to `count` - 1. Points are
+            numbered line by line.
 
     Returns:
-        The line of each slot, the number of lines, the slot's index in its line, and the number of
-        tokens in its line.
+        The place of each point. Places of points from `count` on are undefined.
     """
-    height, width, count = (x[:, None] for x in (grid[:, 0], grid[:, 1], count))
-    min_lines = -(-count // width)
+    height, width, count = grid[:, :1], grid[:, 1:], count[:, None]
+    # A line has at most `width` points, so there are at least ceil(count / width) lines.
+    min_lines = jnp.maximum(-(-count // width), 1)
     ideal_lines = jnp.round(jnp.sqrt(count * height / width)).astype(jnp.int32)
-    num_lines = jnp.minimum(
-        jnp.maximum(ideal_lines, jnp.maximum(min_lines, 1)), jnp.minimum(height, count)
-    )
-    line = -(-(slot + 1) * num_lines // count) - 1
-    first = count * line // num_lines
-    line_length = jnp.maximum(count * (line + 1) // num_lines - first, 1)
-    return line, num_lines, slot - first, line_length
+    num_lines = jnp.minimum(jnp.maximum(ideal_lines, min_lines), jnp.minimum(height, count))
+    # Line l begins at point floor(count * l / num_lines). The line of a point is therefore
+    # ceil((point + 1) * num_lines / count) - 1.
+    line = -(-(point + 1) * num_lines // count) - 1
+    first_point = count * line // num_lines
+    line_length = jnp.maximum(count * (line + 1) // num_lines - first_point, 1)
+    return LinePlaces(line, num_lines, point - first_point, line_length)

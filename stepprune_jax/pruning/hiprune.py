@@ -62,86 +62,103 @@ class HiPrune(Pruner):
         last_block = ranking_block(config, self.name)
         return Tap("received", layer - 1), Tap("received", last_block), *tile_taps(config)
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps anchors, their neighbours and registers, in raster order."""
-        object_attention, last_attention, *tile = view.taps
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Keeps anchors, their neighbours and registers, in raster order.
+
+        Args:
+            inputs: inputs of the pruner. The taps are the attention that tokens receive in the
+                block that ranks anchors and in the block that ranks registers, and the tile of each
+                token if images are split into tiles.
+            capacity: static size k of the result.
+
+        Returns:
+            The kept tokens.
+        """
+        object_attention, last_attention, *tile = inputs.taps  # `tile` has one array or none
         r, n = object_attention.shape
-        real = jnp.ones((r, n), bool) if view.valid is None else view.valid
+        is_token = jnp.ones((r, n), bool) if inputs.valid is None else inputs.valid
         num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(r, jnp.int32)
-        tokens_per_tile = view.count // num_tiles
+        tokens_per_tile = inputs.count // num_tiles
         # An anchor and its four neighbours take five tokens. `round` rounds halves to even.
         anchors_per_tile = jnp.round(tokens_per_tile * self.alpha / 5).astype(jnp.int32)
         num_anchors = num_tiles * anchors_per_tile
-        order = by_score(object_attention, real)
-        rank = jnp.argsort(in_turns(order, *tile) if tile else order, axis=1)
-        is_anchor, columns = rank < num_anchors[:, None], view.grid[:, 1]
+        anchor_order = by_score(object_attention, is_token)
         if tile:
-            chosen = with_neighbours_in_tiles(is_anchor, columns, *tile)
+            anchor_order = in_turns(anchor_order, *tile)
+        anchor_rank = jnp.argsort(anchor_order, axis=1)
+        is_anchor, columns = anchor_rank < num_anchors[:, None], inputs.grid[:, 1]
+        if tile:
+            is_near_anchor = with_neighbours_in_tiles(is_anchor, columns, *tile)
         else:
-            chosen = with_neighbours(is_anchor, columns, real.sum(1))
-        # Attention is at most 1, so adding 2 puts the chosen tokens first.
-        order = by_score(last_attention + 2 * chosen, real)
+            is_near_anchor = with_neighbours(is_anchor, columns, is_token.sum(1))
+        # Attention is at most 1, so adding 2 puts anchors and neighbours before registers.
+        order = by_score(last_attention + 2 * is_near_anchor, is_token)
         order = in_turns(order, *tile) if tile else order
-        return take(view.whole, order, view.count, capacity)
+        return take(inputs.whole, order, inputs.count, capacity)
 
 
 def with_neighbours(
-    anchors: Bool[Array, "r n"], columns: Int[Array, "r"], size: Int[Array, "r"]
+    is_anchor: Bool[Array, "r n"], columns: Int[Array, "r"], num_tokens: Int[Array, "r"]
 ) -> Bool[Array, "r n"]:
     """Marks anchors and their left, right, upper and lower neighbours.
 
-    Args:
-        anchors: [r, n] True at anchors, among the first `size` tokens of a row.
-        columns: [r] number of tokens in a row of the grid.
-        size: [r] number of tokens of the image.
-
-    Returns:
-        [r, n] True at anchors and neighbours. Neighbours outside the image are replaced by the
-        first or the last token.
-    """
-    token_index, last_token = jnp.arange(anchors.shape[1])[None], size[:, None] - 1
-    is_chosen = anchors
-    for offset in (1, -1, columns[:, None], -columns[:, None]):
-        source = token_index - offset
-        is_inside = (source >= 0) & (source <= last_token)
-        is_neighbour = (
-            jnp.take_along_axis(anchors, jnp.clip(source, 0, last_token), axis=1) & is_inside
-        )
-        target = token_index + offset
-        is_before_first = jnp.any(anchors & (target < 0), axis=1, keepdims=True)
-        is_after_last = jnp.any(anchors & (target > last_token), axis=1, keepdims=True)
-        is_chosen |= (
-            is_neighbour
-            | (is_before_first & (token_index == 0))
-            | (is_after_last & (token_index == last_token))
-        )
-    return is_chosen
-
-
-def with_neighbours_in_tiles(
-    anchors: Bool[Array, "r n"], columns: Int[Array, "r"], tile: Int[Array, "r n"]
-) -> Bool[Array, "r n"]:
-    """Marks anchors and their left, right, upper and lower neighbours in the same tile.
+    As in the authors' program, the neighbours of token t are t - 1, t + 1, t - columns and
+    t + columns. A neighbour before the first token is replaced by the first token, and a neighbour
+    after the last token by the last token.
 
     Args:
-        anchors: [r, n] True at anchors.
-        columns: [r] number of tokens in a row of all tiles, without the token that ends the row.
-        tile: [r, n] tile of each token. Tile 0 is the overview of the image, which is square; -1
-            marks ends of rows and padding.
+        is_anchor: [r, n] True at the anchors of r images; False at padding.
+        columns: [r] number of tokens in a row of each image.
+        num_tokens: [r] number of tokens of each image; the remaining slots are padding.
 
     Returns:
         [r, n] True at anchors and neighbours.
     """
-    n = anchors.shape[1]
+    token_index, last_token = jnp.arange(is_anchor.shape[1])[None], num_tokens[:, None] - 1
+    is_marked = is_anchor
+    for offset in (1, -1, columns[:, None], -columns[:, None]):
+        source = token_index - offset
+        is_inside = (source >= 0) & (source <= last_token)
+        source = jnp.clip(source, 0, last_token)
+        is_neighbour = is_inside & jnp.take_along_axis(is_anchor, source, axis=1)
+        target = token_index + offset
+        marks_first = jnp.any(is_anchor & (target < 0), axis=1, keepdims=True)
+        marks_last = jnp.any(is_anchor & (target > last_token), axis=1, keepdims=True)
+        is_marked |= is_neighbour
+        is_marked |= marks_first & (token_index == 0)
+        is_marked |= marks_last & (token_index == last_token)
+    return is_marked
+
+
+def with_neighbours_in_tiles(
+    is_anchor: Bool[Array, "r n"], columns: Int[Array, "r"], tile: Int[Array, "r n"]
+) -> Bool[Array, "r n"]:
+    """Marks anchors and their left, right, upper and lower neighbours in the same tile.
+
+    The tokens of an image are the tokens of a square overview, followed by the rows of a larger
+    version of the image that is split into tiles. Each of these rows ends with a separator token.
+
+    Args:
+        is_anchor: [r, n] True at the anchors of r images.
+        columns: [r] number of tokens in a row of the larger version, without the separator.
+        tile: [r, n] tile of each token: 0 for the overview, -1 for separators and padding.
+
+    Returns:
+        [r, n] True at anchors and neighbours.
+    """
+    n = is_anchor.shape[1]
     token_index, in_overview = jnp.arange(n)[None], tile == 0
-    side = jnp.round(jnp.sqrt(in_overview.sum(1, keepdims=True))).astype(jnp.int32)
-    row_stride, is_chosen = jnp.where(in_overview, side, columns[:, None] + 1), anchors
-    for offset in (1, -1, row_stride, -row_stride):
+    overview_side = jnp.round(jnp.sqrt(in_overview.sum(1, keepdims=True))).astype(jnp.int32)
+    row_stride = jnp.where(in_overview, overview_side, columns[:, None] + 1)
+    is_marked = is_anchor
+    for offset, is_horizontal in ((1, True), (-1, True), (row_stride, False), (-row_stride, False)):
         source = token_index - offset
         is_inside = (source >= 0) & (source < n)
         source = jnp.clip(source, 0, n - 1)
-        same_tile = is_inside & (jnp.take_along_axis(tile, source, axis=1) == tile)
-        if isinstance(offset, int):  # rows of the overview have no token between them
-            same_tile &= ~in_overview | (source // side == token_index // side)
-        is_chosen |= same_tile & jnp.take_along_axis(anchors, source, axis=1)
-    return is_chosen & (tile >= 0)
+        is_adjacent = is_inside & (jnp.take_along_axis(tile, source, axis=1) == tile)
+        if is_horizontal:
+            # Rows of the overview have no separator, so the end of a row is checked.
+            same_row = source // overview_side == token_index // overview_side
+            is_adjacent &= ~in_overview | same_row
+        is_marked |= is_adjacent & jnp.take_along_axis(is_anchor, source, axis=1)
+    return is_marked & (tile >= 0)

@@ -34,6 +34,8 @@ from stepprune_jax.pruning.ordering import (
 _EXACT = lax.Precision.HIGHEST
 # Keeps divisions finite, as in the authors' program.
 _EPSILON = 1e-6
+# Attention is multiplied by this number, as in the authors' program.
+_ATTENTION_SCALE = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,184 +74,241 @@ class HoloV(Pruner):
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps tokens by crop, within a crop by attention, followed by zero vectors.
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Keeps tokens by crop, and within a crop by descending attention.
 
-        Without a class token, the kept tokens are in raster order.
+        If the crops have too few tokens for the count, zero vectors fill it up. Without a class
+        token, the kept tokens are in raster order instead.
+
+        Args:
+            inputs: inputs of the pruner. The only tap is the class token's attention [r, h, n + 1],
+                or the attention that tokens receive [r, n] in a model without a class token.
+            capacity: static size k of the result.
+
+        Returns:
+            The kept tokens.
         """
-        if view.taps[0].ndim == 2:
-            return self._select_received(view, capacity)
-        attention = view.taps[0].astype(jnp.float32).mean(1)[:, 1:]
+        has_class_token = inputs.taps[0].ndim == 3
+        if not has_class_token:
+            return self._keep_by_received_attention(inputs, capacity)
+        attention = inputs.taps[0].astype(jnp.float32).mean(1)[:, 1:]
         r, n = attention.shape
-        order, num_kept = shares(
-            view.tokens.astype(jnp.float32), attention, view.count, self.crops, self.alpha
+        slot, num_kept = divide_among_crops(
+            inputs.tokens.astype(jnp.float32), attention, inputs.count, self.crops, self.alpha
         )
-        slots = jnp.arange(capacity)
+        # The inverse mapping, from slots to tokens. Slots of dropped tokens are out of bounds.
         index = jnp.full((r, capacity), -1, jnp.int32)
-        index = index.at[jnp.arange(r)[:, None], order].set(jnp.arange(n), mode="drop")
-        is_token, valid = slots < num_kept[:, None], slots < view.count[:, None]
+        index = index.at[jnp.arange(r)[:, None], slot].set(jnp.arange(n), mode="drop")
+        slots = jnp.arange(capacity)
+        is_token, valid = slots < num_kept[:, None], slots < inputs.count[:, None]
         token_index = jnp.where(is_token, index, 0)
-        kept = jnp.take_along_axis(view.whole, token_index[..., None], axis=1)
+        tokens = jnp.take_along_axis(inputs.whole, token_index[..., None], axis=1)
         return Kept(
             index=index,
+            # Zero vectors take the position of the last token.
             place=jnp.where(is_token, token_index, jnp.where(valid, n - 1, 0)),
-            tokens=jnp.where(is_token[..., None], kept, 0),
+            tokens=jnp.where(is_token[..., None], tokens, 0),
             valid=valid,
-            count=view.count,
+            count=inputs.count,
         )
 
-    def _select_received(self, view: PrunerInputs, capacity: int) -> Kept:
+    def _keep_by_received_attention(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps tokens in a model without a class token, whose images may differ in size."""
-        received = view.taps[0]
-        real = jnp.ones(received.shape, bool) if view.valid is None else view.valid
-        is_kept = keep_in_crops(view.tokens, received, real, view.count, self.alpha)
+        received = inputs.taps[0]
+        is_token = jnp.ones(received.shape, bool) if inputs.valid is None else inputs.valid
+        is_kept = keep_in_crops(inputs.tokens, received, is_token, inputs.count, self.alpha)
         order = jnp.argsort(~is_kept, axis=1, stable=True).astype(jnp.int32)
-        return take(view.whole, order, view.count, capacity)
+        return take(inputs.whole, order, inputs.count, capacity)
 
 
 def keep_in_crops(
     tokens: Float[Array, "r n e"],
     received: Float[Array, "r n"],
-    real: Bool[Array, "r n"],
+    is_token: Bool[Array, "r n"],
     count: Int[Array, "r"],
     alpha: float,
 ) -> Bool[Array, "r n"]:
     """Marks the tokens to keep in a model without a class token.
 
+    The image is split into crops, and the count is divided among them by score. The score of a crop
+    is the mean score of its tokens, see `_crop_scores`.
+
     Args:
-        tokens: [r, n, e] projected tokens.
+        tokens: [r, n, e] projected tokens of r images.
         received: [r, n] attention that each token receives.
-        real: [r, n] True at real tokens.
+        is_token: [r, n] False at padding.
         count: [r] number of tokens to keep.
         alpha: weight of the variance of similarity.
 
     Returns:
         [r, n] True at tokens to keep.
     """
-    n = tokens.shape[1]
-    crop, token_index = jnp.where(real, _crops_of(real, count), n), jnp.arange(n)[None]
+    n = tokens.shape[1]  # also the largest number of crops
+    token_index = jnp.arange(n)[None]
+    crop = jnp.where(is_token, _assign_crops(is_token, count), n)
     rows = jnp.arange(len(crop))[:, None]
-    crop_size = jnp.zeros(crop.shape, jnp.int32).at[rows, crop].add(1, mode="drop")
+    crop_sizes = jnp.zeros(crop.shape, jnp.int32).at[rows, crop].add(1, mode="drop")
 
-    features = jnp.where(real[..., None], tokens.astype(jnp.float32), 0)
-    unit = features / (jnp.linalg.norm(features, axis=2, keepdims=True) + _EPSILON)
+    features = jnp.where(is_token[..., None], tokens.astype(jnp.float32), 0)
+    unit_tokens = features / (jnp.linalg.norm(features, axis=2, keepdims=True) + _EPSILON)
 
-    def variance_of(chunk, chunk_crop, chunk_index):
+    def similarity_variance(chunk, chunk_crop, chunk_index):
         """Computes the variance of each token's similarity to all other tokens of its crop."""
         same_crop = chunk_crop[..., None] == crop[:, None]
-        cosine = jnp.einsum("rqe,rne->rqn", chunk, unit, precision=_EXACT)
+        cosine = jnp.einsum("rqe,rne->rqn", chunk, unit_tokens, precision=_EXACT)
         cosine = jnp.where(same_crop & (chunk_index[..., None] != token_index), cosine, 0)
         num_others = jnp.maximum(jnp.sum(same_crop, axis=2) - 1, 1)
         mean = cosine.sum(2) / num_others
         deviation = jnp.where(same_crop, cosine - mean[..., None], 0)
         return jnp.square(deviation).sum(2) / num_others
 
-    variance = map_tokens(variance_of, unit, crop, token_index)
-    received = jnp.where(real, received.astype(jnp.float32), 0)
-    crop_mean = group_means(jnp.stack([1000 * received, variance], axis=2), crop, crop)
-    token_score = (
-        1000 * received + alpha * crop_mean[..., 0] / (crop_mean[..., 1] + _EPSILON) * variance
-    )
-    crop_score = group_means(jnp.stack([token_score, received], axis=2), crop, token_index)
+    variance = map_tokens(similarity_variance, unit_tokens, crop, token_index)
+    received = jnp.where(is_token, received.astype(jnp.float32), 0)
+    attention_score = _ATTENTION_SCALE * received
+    # The means over the crop of each token.
+    means = group_means(jnp.stack([attention_score, variance], axis=2), crop, crop)
+    token_score = attention_score + alpha * means[..., 0] / (means[..., 1] + _EPSILON) * variance
+    crop_means = group_means(jnp.stack([token_score, received], axis=2), crop, token_index)
     # The score of a crop with a single token is its attention.
-    scores = jnp.where(crop_size > 1, crop_score[..., 0], crop_score[..., 1])
-    crop_count = jnp.minimum(_allotted(jnp.where(crop_size > 0, scores, 0), count), crop_size)
-    # The surplus of full crops goes to the best crops that have room.
-    crop_order = jnp.argsort(-jnp.where(crop_size > 0, scores, -1), axis=1, stable=True)
-    room = jnp.take_along_axis(crop_size - crop_count, crop_order, axis=1)
-    surplus = (count - crop_count.sum(1))[:, None]
-    extra = jnp.clip(surplus - (jnp.cumsum(room, axis=1) - room), 0, room)
-    crop_count += jnp.take_along_axis(extra, jnp.argsort(crop_order, axis=1), axis=1)
-    return real & keep_best(received, jnp.where(real, crop, -1), crop_count)
+    crop_scores = jnp.where(crop_sizes > 1, crop_means[..., 0], crop_means[..., 1])
+    quotas = _divide_count(jnp.where(crop_sizes > 0, crop_scores, 0), count)
+    num_kept = jnp.minimum(quotas, crop_sizes)
+    # The surplus of full crops goes to the best crops that have room: crop i in this order gets
+    # what remains after the crops before it are full.
+    crop_order = jnp.argsort(-jnp.where(crop_sizes > 0, crop_scores, -1), axis=1, stable=True)
+    room = jnp.take_along_axis(crop_sizes - num_kept, crop_order, axis=1)
+    room_before = jnp.cumsum(room, axis=1) - room
+    surplus = (count - num_kept.sum(1))[:, None]
+    extra = jnp.clip(surplus - room_before, 0, room)
+    num_kept += jnp.take_along_axis(extra, jnp.argsort(crop_order, axis=1), axis=1)
+    return is_token & keep_best(received, jnp.where(is_token, crop, -1), num_kept)
 
 
-def _crops_of(real: Bool[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r n"]:
-    """Returns the crop of each token; there are 16 / 9 of n / k crops, but at least 1."""
-    num_tokens = jnp.sum(real, axis=1)
-    crops = jnp.clip(16 * num_tokens // (9 * jnp.maximum(count, 1)), 1, jnp.maximum(num_tokens, 1))
+def _assign_crops(is_token: Bool[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r n"]:
+    """Splits each image's sequence of tokens into crops of nearly equal length.
+
+    An image with m tokens has 16 m / (9 `count`) crops, rounded down, but at least 1.
+
+    Args:
+        is_token: [r, n] True at the tokens, which come before the padding.
+        count: [r] number of tokens to keep.
+
+    Returns:
+        [r, n] crop of each token; undefined for padding.
+    """
+    num_tokens = jnp.sum(is_token, axis=1)
+    num_crops = 16 * num_tokens // (9 * jnp.maximum(count, 1))
+    num_crops = jnp.clip(num_crops, 1, jnp.maximum(num_tokens, 1))
     # As in `np.array_split`, the first crops are one token longer.
-    crop_size, num_longer = (x[:, None] for x in (num_tokens // crops, num_tokens % crops))
-    edge, token_index = num_longer * (crop_size + 1), jnp.arange(real.shape[1])
-    later_crop = num_longer + (token_index - edge) // jnp.maximum(crop_size, 1)
-    return jnp.where(token_index < edge, token_index // (crop_size + 1), later_crop)
+    short_length = (num_tokens // num_crops)[:, None]
+    num_long_crops = (num_tokens % num_crops)[:, None]
+    num_tokens_in_long_crops = num_long_crops * (short_length + 1)
+    token_index = jnp.arange(is_token.shape[1])
+    index_after_long_crops = token_index - num_tokens_in_long_crops
+    return jnp.where(
+        index_after_long_crops < 0,
+        token_index // (short_length + 1),
+        num_long_crops + index_after_long_crops // jnp.maximum(short_length, 1),
+    )
 
 
-def shares(
+def divide_among_crops(
     tokens: Float[Array, "r n e"],
     attention: Float[Array, "r n"],
     count: Int[Array, "r"],
     crops: int,
     alpha: float,
 ) -> tuple[Int[Array, "r n"], Int[Array, "r"]]:
-    """Divides a count among crops, and chooses the tokens of each crop.
+    """Divides a count of tokens among crops, and chooses the tokens of each crop.
 
     Args:
-        tokens: [r, n, e] projected tokens.
+        tokens: [r, n, e] projected tokens of r images.
         attention: [r, n] the class token's attention to each token.
         count: [r] number of tokens to keep.
         crops: number of crops.
         alpha: weight of the variance of similarity.
 
     Returns:
-        The position of each token among the kept tokens, n or more for a dropped token, and the
+        [r, n] slot of each token among the kept tokens, n or more for a dropped token; and [r]
         number of kept tokens, which may be less than `count`.
     """
     n = tokens.shape[1]
-    parts = np.array_split(np.arange(n), min(crops, n))
-    max_size = len(parts[0])
-    # Crops are rows of one array. The last entry of shorter crops is masked.
-    padded_parts = np.stack(
-        [np.pad(part, (0, max_size - len(part)), mode="edge") for part in parts]
+    crop_tokens = np.array_split(np.arange(n), min(crops, n))  # token indices of each crop
+    crop_sizes = np.array([len(indices) for indices in crop_tokens])
+    max_size = crop_sizes[0]
+    # Crops become rows of one array. Shorter crops repeat their last token, which is masked.
+    padded_crops = np.stack(
+        [np.pad(indices, (0, max_size - len(indices)), mode="edge") for indices in crop_tokens]
     )
-    size = np.array([len(part) for part in parts])
-    mask = np.arange(max_size) < size[:, None]
-    attention = jnp.where(mask, attention[:, padded_parts], 0)
-    crop_count = _allotted(
-        _crop_scores(tokens[:, padded_parts], attention, mask, size, alpha), count
-    )
-    is_complete = crop_count >= size
+    mask = np.arange(max_size) < crop_sizes[:, None]
+    attention = jnp.where(mask, attention[:, padded_crops], 0)
+    scores = _crop_scores(tokens[:, padded_crops], attention, mask, crop_sizes, alpha)
+    quotas = _divide_count(scores, count)
+    # A crop that keeps all of its tokens keeps them in raster order.
+    keeps_all = (quotas >= crop_sizes)[..., None]
     by_attention = jnp.argsort(jnp.where(mask, -attention, 1), axis=2, stable=True)
-    rank = jnp.where(is_complete[..., None], np.arange(max_size), jnp.argsort(by_attention, axis=2))
-    num_kept = jnp.minimum(crop_count, size)
-    first_place = jnp.cumsum(num_kept, axis=1) - num_kept
-    place = jnp.where(rank < num_kept[..., None], first_place[..., None] + rank, n)
-    place = place.reshape(len(place), -1)[:, np.flatnonzero(mask)]
-    return place.astype(jnp.int32), num_kept.sum(1, dtype=jnp.int32)
+    rank = jnp.where(keeps_all, np.arange(max_size), jnp.argsort(by_attention, axis=2))
+    num_kept = jnp.minimum(quotas, crop_sizes)
+    first_slot = jnp.cumsum(num_kept, axis=1) - num_kept
+    slot = jnp.where(rank < num_kept[..., None], first_slot[..., None] + rank, n)
+    # Crops are consecutive, so the unmasked entries are the tokens in raster order.
+    slot = slot.reshape(len(slot), -1)[:, np.flatnonzero(mask)]
+    return slot.astype(jnp.int32), num_kept.sum(1, dtype=jnp.int32)
 
 
 def _crop_scores(
     tokens: Float[Array, "r c m e"],
     attention: Float[Array, "r c m"],
     mask: np.ndarray,
-    size: np.ndarray,
+    crop_sizes: np.ndarray,
     alpha: float,
 ) -> Float[Array, "r c"]:
-    """Computes the score of each crop: the mean of 1000 attention + alpha' variance.
+    """Computes the score of each crop: the mean over its tokens of 1000 a + alpha' v.
 
-    alpha' is `alpha` times the crop's mean of 1000 attention over its mean variance.
+    a is the attention to a token, and v the variance of its similarity to all other tokens of the
+    crop. alpha' is `alpha` times (mean of 1000 a) / (mean of v), so both terms have the same scale.
+
+    Args:
+        tokens: [r, c, m, e] tokens of the c crops of each image, padded to m tokens.
+        attention: [r, c, m] attention to each token; 0 for padding.
+        mask: [c, m] False at padding.
+        crop_sizes: [c] number of tokens of each crop.
+        alpha: weight of the variance.
+
+    Returns:
+        [r, c] scores.
     """
-    unit = tokens / (jnp.linalg.norm(tokens, axis=3, keepdims=True) + _EPSILON)
-    unit = jnp.where(mask[..., None], unit, 0)
-    cosine = jnp.einsum("rcme,rcne->rcmn", unit, unit, precision=lax.Precision.HIGHEST)
+    unit_tokens = tokens / (jnp.linalg.norm(tokens, axis=3, keepdims=True) + _EPSILON)
+    unit_tokens = jnp.where(mask[..., None], unit_tokens, 0)
+    cosine = jnp.einsum("rcme,rcne->rcmn", unit_tokens, unit_tokens, precision=_EXACT)
     cosine = jnp.where(np.eye(mask.shape[1], dtype=bool), 0, cosine)
-    # As in the authors' program, the diagonal adds a zero to the sum of squares but is not counted.
-    num_others = np.maximum(size - 1, 1)[:, None]
+    # As in the authors' program, the diagonal adds a term to the sum of squares but is not counted.
+    num_others = np.maximum(crop_sizes - 1, 1)[:, None]
     mean = cosine.sum(3) / num_others
     deviation = jnp.where(mask[:, None] & mask[..., None], cosine - mean[..., None], 0)
     variance = jnp.square(deviation).sum(3) / num_others
-    token_score = 1000 * attention
-    balance = token_score.sum(2) / size / (variance.sum(2) / size + _EPSILON)
-    scores = (token_score + alpha * balance[..., None] * variance).sum(2) / size
+    attention_score = _ATTENTION_SCALE * attention
+    mean_variance = variance.sum(2) / crop_sizes
+    balance = attention_score.sum(2) / crop_sizes / (mean_variance + _EPSILON)
+    scores = (attention_score + alpha * balance[..., None] * variance).sum(2) / crop_sizes
     # The score of a crop of one token is its attention.
-    return jnp.where(size > 1, scores, attention.sum(2))
+    return jnp.where(crop_sizes > 1, scores, attention.sum(2))
 
 
-def _allotted(scores: Float[Array, "r c"], count: Int[Array, "r"]) -> Int[Array, "r c"]:
-    """Divides a count in proportion to scores, rounded down.
+def _divide_count(scores: Float[Array, "r c"], count: Int[Array, "r"]) -> Int[Array, "r c"]:
+    """Divides a count of tokens among crops in proportion to their scores.
 
-    The best crops get one more token each until the remainder is used up.
+    Quotas are rounded down. The remainder goes to the best crops, one token each.
+
+    Args:
+        scores: [r, c] scores of the c crops of each image.
+        count: [r] number of tokens to divide.
+
+    Returns:
+        [r, c] number of tokens of each crop, which may exceed the size of the crop.
     """
-    weight = scores / (scores.sum(1, keepdims=True) + _EPSILON)
-    quota = jnp.floor(weight * count[:, None]).astype(jnp.int32)
-    rank = jnp.argsort(jnp.argsort(-weight, axis=1, stable=True), axis=1)
-    return quota + (rank < (count - quota.sum(1))[:, None])
+    share = scores / (scores.sum(1, keepdims=True) + _EPSILON)
+    quota = jnp.floor(share * count[:, None]).astype(jnp.int32)
+    remainder = (count - quota.sum(1))[:, None]
+    rank = jnp.argsort(jnp.argsort(-share, axis=1, stable=True), axis=1)
+    return quota + (rank < remainder)

@@ -24,22 +24,30 @@ def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> I
 
 
 def in_turns(order: Int[Array, "r n"], part: Int[Array, "r n"]) -> Int[Array, "r n"]:
-    """Reorders tokens so that the parts of an image take turns.
+    """Reorders the tokens of an image so that its parts, such as tiles, take turns.
 
-    The first tokens are the best token of each part, then the second best of each, and so on.
+    The result begins with the best token of each part, in ascending order of the parts. Then come
+    the second best tokens of the parts, and so on.
 
     Args:
-        order: [r, n] indices of the tokens, best first.
-        part: [r, n] number of each token's part; tokens of part -1 come last.
+        order: [r, n] indices of the n tokens of each row, best first.
+        part: [r, n] part of each token, indexed like the tokens. Tokens of part -1 come last.
+
+    Returns:
+        [r, n] reordered indices.
     """
-    part = jnp.take_along_axis(part, order, axis=1)
-    place = jnp.broadcast_to(jnp.arange(order.shape[1]), order.shape)
-    part_order = jnp.argsort(part, axis=1, stable=True)
-    sorted_part = jnp.take_along_axis(part, part_order, axis=1)
-    is_first = jnp.diff(sorted_part, axis=1, prepend=-2) > 0
-    rank_in_part = place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
-    turn = jnp.take_along_axis(rank_in_part, jnp.argsort(part_order, axis=1), axis=1)
-    turn = jnp.where(part < 0, order.shape[1], turn)
+    n = order.shape[1]
+    part = jnp.take_along_axis(part, order, axis=1)  # from here on, the best token comes first
+    # After sorting by part, the rank of a token in its part is the distance from the part's first
+    # token. The sort is stable, so a part's tokens remain ordered from best to worst.
+    by_part = jnp.argsort(part, axis=1, stable=True)
+    sorted_part = jnp.take_along_axis(part, by_part, axis=1)
+    is_first_of_part = jnp.diff(sorted_part, axis=1, prepend=-2) > 0
+    position = jnp.broadcast_to(jnp.arange(n), order.shape)
+    first_position = lax.cummax(jnp.where(is_first_of_part, position, 0), axis=1)
+    inverse_by_part = jnp.argsort(by_part, axis=1)
+    turn = jnp.take_along_axis(position - first_position, inverse_by_part, axis=1)
+    turn = jnp.where(part < 0, n, turn)
     return jnp.take_along_axis(order, jnp.lexsort((part, turn), axis=1), axis=1)
 
 
@@ -57,40 +65,53 @@ def unit_vectors(
 def keep_best(
     scores: Float[Array, "b s"], image: Int[Array, "b s"], count: Int[Array, "b j"]
 ) -> Bool[Array, "b s"]:
-    """Marks the slots to keep: all text, and the best tokens of each image.
+    """Marks the slots of a sequence to keep: all text, and the best tokens of each image.
+
+    A slot is a position of a padded sequence. It holds a text token, a visual token or padding.
 
     Args:
-        scores: [b, s] score of each slot; ties go to the earlier slot.
-        image: [b, s] index of each slot's image; -1 for text.
-        count: [b, j] number of tokens to keep of each image.
+        scores: [b, s] score of each of the s slots of b sequences; ties go to the earlier slot.
+        image: [b, s] image of each slot, from 0 to j - 1; -1 for text and padding.
+        count: [b, j] number of tokens to keep of each of the sequence's j images.
 
     Returns:
-        [b, s] True at slots to keep.
+        [b, s] True at slots to keep, which include all slots with image -1.
     """
     # Slots are sorted by image, then by score. The rank within an image is the distance from the
-    # image's first slot in this order.
+    # image's first slot in this order, which begins with all slots of image -1.
     order = jnp.lexsort((-scores.astype(jnp.float32), image), axis=1)
     rank = jnp.argsort(order, axis=1)
-    is_in_image = image[..., None] == jnp.arange(count.shape[1])
-    num_up_to_image = jnp.cumsum(is_in_image.sum(1, dtype=jnp.int32), axis=1)
+    image_sizes = jnp.sum(image[..., None] == jnp.arange(count.shape[1]), axis=1, dtype=jnp.int32)
     num_text = jnp.sum(image < 0, axis=1, keepdims=True)
-    first = jnp.concatenate([num_text, num_text + num_up_to_image[:, :-1]], axis=1)
-    image_index = jnp.maximum(image, 0)
-    rank_in_image = rank - jnp.take_along_axis(first, image_index, axis=1)
+    num_visual_before = jnp.cumsum(image_sizes, axis=1) - image_sizes
+    first_rank = num_text + num_visual_before  # [b, j] rank of each image's best slot
+    image_index = jnp.maximum(image, 0)  # avoids an invalid index for text
+    rank_in_image = rank - jnp.take_along_axis(first_rank, image_index, axis=1)
     return (image < 0) | (rank_in_image < jnp.take_along_axis(count, image_index, axis=1))
 
 
 def evenly(pool: Bool[Array, "*r n"], count: Int[Array, "*r"]) -> Bool[Array, "*r n"]:
-    """Marks evenly spaced tokens of a pool.
+    """Marks evenly spaced tokens among candidates.
 
-    Of the m tokens in the pool, g = `count` are marked: the i-th is the token with index
-    floor(i m / g) in the pool.
+    With m candidates and a count of c, the i-th marked token is the candidate with index
+    floor(i m / c), for i from 0 to c - 1.
+
+    Args:
+        pool: [..., n] True at the candidates among n tokens.
+        count: [...] number of candidates to mark.
+
+    Returns:
+        [..., n] True at the marked tokens. All candidates are marked if `count` exceeds their
+        number.
     """
-    rank = jnp.cumsum(pool, axis=-1, dtype=jnp.int32)
-    count, size = count[..., None], jnp.maximum(rank[..., -1:], 1)
-    # Number of marked tokens before the k-th token of the pool: all i with floor(i m / g) < k.
-    before, up_to = (-(-k * count // size) for k in (rank - 1, rank))
-    return pool & (up_to > before)
+    num_candidates_up_to = jnp.cumsum(pool, axis=-1, dtype=jnp.int32)
+    num_candidates = jnp.maximum(num_candidates_up_to[..., -1:], 1)
+
+    def count_marked(num_first_candidates: Int[Array, "*r n"]) -> Int[Array, "*r n"]:
+        # The number of i with floor(i m / c) < q is ceil(q c / m).
+        return -(-num_first_candidates * count[..., None] // num_candidates)
+
+    return pool & (count_marked(num_candidates_up_to) > count_marked(num_candidates_up_to - 1))
 
 
 def map_tokens(
@@ -98,18 +119,18 @@ def map_tokens(
     tokens: Shaped[Array, "r n c"],
     *token_arrays: Int[Array, "#r n"],
 ) -> Array:
-    """Applies a function to all tokens, or to chunks of them if there are many.
+    """Applies a function to chunks of tokens, which limits the memory for intermediates.
 
-    See `map_queries`.
+    If there are few tokens, there is a single chunk; see `map_queries` for the size of a chunk.
 
     Args:
-        function: maps a chunk of tokens [r, q, c], and the matching chunk of each of
+        function: maps a chunk of q tokens [r, q, c], and the matching chunk [r or 1, q] of each of
             `token_arrays`, to [r, q, ...].
-        tokens: [r, n, c] tokens.
-        *token_arrays: [r or 1, n] further arrays with a token axis.
+        tokens: [r, n, c] n tokens of each row, with c channels.
+        *token_arrays: [r or 1, n] further inputs of the function, one number per token.
 
     Returns:
-        [r, n, ...] the results of all chunks.
+        [r, n, ...] the results of all chunks, concatenated along the tokens.
     """
 
     def apply_chunk(chunk: Array, *chunk_arrays: Array) -> Array:
@@ -126,18 +147,21 @@ def group_means(
     The sums have a fixed order, unlike a scatter on a GPU.
 
     Args:
-        values: [r, n, c] values of the tokens.
-        group: [r, n] group of each token.
-        groups: [r or 1, w] groups to average over.
+        values: [r, n, c] values of the n tokens of each row, with c channels.
+        group: [r, n] number of each token's group.
+        groups: [r or 1, w] numbers of the w groups whose means are returned.
+
+    Returns:
+        [r, w, c] means.
     """
 
-    def mean(groups: Int[Array, "r q 1"]) -> Float[Array, "r q c"]:
-        is_member = (groups == group[:, None]).astype(jnp.float32)
+    def average_chunk(chunk_groups: Int[Array, "r q 1"]) -> Float[Array, "r q c"]:
+        is_member = (chunk_groups == group[:, None]).astype(jnp.float32)
         total = jnp.einsum("rqn,rnc->rqc", is_member, values, precision=lax.Precision.HIGHEST)
         return total / jnp.maximum(1, is_member.sum(2, keepdims=True))
 
     groups = jnp.broadcast_to(groups, (len(values), groups.shape[1]))
-    return map_tokens(mean, groups[..., None])
+    return map_tokens(average_chunk, groups[..., None])  # chunks of groups, not of tokens
 
 
 def tile_taps(config: ModelConfig) -> tuple[Tap, ...]:

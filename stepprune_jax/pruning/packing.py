@@ -42,7 +42,16 @@ def take_first(
 
 
 def from_picks(tokens: Float[Array, "r n d"], picks: Picks, capacity: int) -> Kept:
-    """Gathers the tokens that a policy picked, in raster order; at most `capacity` per row."""
+    """Gathers the tokens that a policy selected, in raster order.
+
+    Args:
+        tokens: [r, n, d] n tokens of each row's image.
+        picks: actions of the policy in the order of selection: token indices, or n for the stop.
+        capacity: static size k of the result; tokens beyond it are dropped.
+
+    Returns:
+        The kept tokens, with their order of selection.
+    """
     order = jnp.where(picks.action < tokens.shape[1], picks.action, -1)[:, :capacity]
     index, tokens, valid, count = gather(picks, tokens, capacity)
     return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)

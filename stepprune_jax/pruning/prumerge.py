@@ -58,55 +58,62 @@ class PruMerge(Pruner):
         """Returns taps of the class token's query and of all keys in the tower's last block."""
         return Tap("query", -1), Tap("keys", -1)
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps patches by descending attention, followed by the sum of the dropped patches."""
-        query, keys = (tap.astype(jnp.float32) for tap in view.taps)
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Keeps patches by descending attention, followed by the sum of the dropped patches.
+
+        Args:
+            inputs: inputs of the pruner. The taps are the class token's query and all keys.
+            capacity: static size k of the result.
+
+        Returns:
+            The kept patches and the sum, which takes the position of the last patch.
+        """
+        query, keys = (tap.astype(jnp.float32) for tap in inputs.taps)
         attention = class_attention(query, keys)[:, 1:]
         r, n = attention.shape
         rank = jnp.argsort(by_score(attention, None), axis=1)
-        is_top = rank < self._most_attended(attention, view.count)[:, None]
-        in_grid = self._grid(attention, is_top, view.count) & ~is_top
+        is_top = rank < self._count_top(attention, inputs.count)[:, None]
+        in_grid = self._mark_grid(attention, is_top, inputs.count) & ~is_top
         # Patches kept for their attention come first, then the grid, then the dropped patches.
+        # Multiples of n keep the sort keys of these groups apart.
         patch_index = jnp.arange(n)
-        order = jnp.argsort(
-            jnp.where(is_top, rank, patch_index + jnp.where(in_grid, n, 2 * n)), axis=1
-        )
-        count = (is_top | in_grid).sum(1, dtype=jnp.int32)
+        sort_key = jnp.where(is_top, rank, patch_index + jnp.where(in_grid, n, 2 * n))
+        order = jnp.argsort(sort_key, axis=1)
+        num_kept = (is_top | in_grid).sum(1, dtype=jnp.int32)
 
-        def in_order(x: Array) -> Array:
-            return jnp.take_along_axis(x, order.reshape(r, n, *[1] * (x.ndim - 2)), axis=1)
+        def reorder(values: Array) -> Array:
+            order_index = order.reshape(r, n, *[1] * (values.ndim - 2))
+            return jnp.take_along_axis(values, order_index, axis=1)
 
         tokens = merge(
-            in_order(view.whole.astype(jnp.float32)),
-            in_order(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
-            in_order(attention),
-            count,
+            reorder(inputs.whole.astype(jnp.float32)),
+            reorder(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
+            reorder(attention),
+            num_kept,
             neighbours=self.neighbours,
             capacity=capacity,
         )
         slots = jnp.arange(capacity)
-        is_kept, valid = slots < count[:, None], slots <= count[:, None]
+        is_patch, valid = slots < num_kept[:, None], slots <= num_kept[:, None]
         index = jnp.pad(order.astype(jnp.int32), ((0, 0), (0, max(0, capacity - n))))
         index = index[:, :capacity]
         return Kept(
-            index=jnp.where(is_kept, index, -1),
-            place=jnp.where(is_kept, index, jnp.where(valid, n - 1, 0)),
-            tokens=tokens.astype(view.tokens.dtype),
+            index=jnp.where(is_patch, index, -1),
+            place=jnp.where(is_patch, index, jnp.where(valid, n - 1, 0)),
+            tokens=tokens.astype(inputs.tokens.dtype),
             valid=valid,
-            count=count + 1,
+            count=num_kept + 1,
         )
 
     @property
     def _is_adaptive(self) -> bool:
         return self.budget.kind == "adaptive"
 
-    def _most_attended(
-        self, attention: Float[Array, "r n"], count: Int[Array, "r"]
-    ) -> Int[Array, "r"]:
+    def _count_top(self, attention: Float[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r"]:
         """Returns the number of patches that are kept for their attention."""
         return _by_outliers(attention, kept_outliers) if self._is_adaptive else count - 1
 
-    def _grid(
+    def _mark_grid(
         self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]
     ) -> Bool[Array, "r n"]:
         """Marks the patches that are kept for their position."""
@@ -130,13 +137,11 @@ class PruMergePlus(PruMerge):
         """Returns the counts; without a budget, a grid may keep all patches and their sum."""
         return Schedule(self.budget.count(num_tokens), num_tokens + self._is_adaptive)
 
-    def _most_attended(
-        self, attention: Float[Array, "r n"], count: Int[Array, "r"]
-    ) -> Int[Array, "r"]:
+    def _count_top(self, attention: Float[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r"]:
         """Returns the number of outliers, or a quarter of the kept tokens."""
         return _by_outliers(attention, kept_outliers) if self._is_adaptive else (count - 1) // 4
 
-    def _grid(
+    def _mark_grid(
         self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]
     ) -> Bool[Array, "r n"]:
         """Marks a regular grid of patches, or with a budget evenly spaced remaining patches."""
@@ -174,53 +179,68 @@ def kept_outliers(outliers: int, num_patches: int) -> int:
 
 
 def grid_stride(outliers: int, num_patches: int) -> int:
-    """Returns the stride of PruMerge+'s grid: a third of the patches per outlier, at least 1."""
-    return max(1, int(1 / (max(1, outliers) / num_patches)) // 3)
+    """Returns the stride of PruMerge+'s grid, such that it has about three patches per outlier."""
+    patches_per_outlier = int(1 / (max(1, outliers) / num_patches))  # rounds as the authors do
+    return max(1, patches_per_outlier // 3)
 
 
 def _by_outliers(
     attention: Float[Array, "r n"], rule: Callable[[int, int], int]
 ) -> Int[Array, "r"]:
-    """Returns `rule(number of outliers, n)` of each image, from a table computed on the host."""
+    """Applies a rule to the number of outliers of each image.
+
+    Args:
+        attention: [r, n] attention of the n patches of each image.
+        rule: maps (number of outliers, number of patches) to an integer. The rule runs on the host
+            for all possible numbers, because it needs Python's double precision.
+
+    Returns:
+        [r] results of the rule.
+    """
     n = attention.shape[1]
-    return jnp.array([rule(c, n) for c in range(n + 1)], jnp.int32)[count_outliers(attention)]
+    table = jnp.array([rule(outliers, n) for outliers in range(n + 1)], jnp.int32)
+    return table[count_outliers(attention)]
 
 
 def merge(
     tokens: Float[Array, "r n d"],
     keys: Float[Array, "r n c"],
     attention: Float[Array, "r n"],
-    count: Int[Array, "r"],
+    num_kept: Int[Array, "r"],
     *,
     neighbours: int,
     capacity: int,
 ) -> Float[Array, "r k d"]:
     """Adds the most similar patches to each kept patch, and sums up the dropped patches.
 
+    Each patch is added with its attention as the weight.
+
     Args:
-        tokens: [r, n, d] patches, the kept ones first.
+        tokens: [r, n, d] n patches of each of r images, the kept patches first.
         keys: [r, n, c] keys of the patches; similarity is the cosine between keys.
-        attention: [r, n] attention of the patches, the weight with which they are added.
-        count: [r] number of kept patches.
+        attention: [r, n] attention of the patches.
+        num_kept: [r] number of kept patches.
         neighbours: number of patches that are added to each kept patch.
-        capacity: k, the static size of the result.
+        capacity: static size k of the result.
 
     Returns:
         [r, k, d] the merged patches, followed by the sum of the dropped patches, then zeros.
     """
     n = tokens.shape[1]
     max_kept, precision = min(capacity, n), jax.lax.Precision.HIGHEST
-    unit = unit_vectors(keys, None)
-    cosine = jnp.einsum("rkc,rnc->rkn", unit[:, :max_kept], unit, precision=precision)
+    unit_keys = unit_vectors(keys, None)
+    cosine = jnp.einsum("rkc,rnc->rkn", unit_keys[:, :max_kept], unit_keys, precision=precision)
+    # A patch is not its own neighbour: -2 is below all cosines.
     cosine = jnp.where(jnp.eye(max_kept, n, dtype=bool), -2, cosine)
     _, nearest = jax.lax.top_k(cosine, min(neighbours, n - 1))
-    rows, slots = jnp.arange(len(tokens))[:, None, None], jnp.arange(max_kept)[:, None]
-    is_merged = jnp.zeros(cosine.shape, bool).at[rows, slots, nearest].set(True)
-    weights = jnp.where(is_merged, attention[:, None], 0) + jnp.eye(max_kept, n)
-    weights = jnp.pad(weights, ((0, 0), (0, capacity - max_kept), (0, 0)))
-    slots, patches, num_kept = jnp.arange(capacity)[:, None], jnp.arange(n), count[:, None, None]
-    remaining_weights = jnp.where(patches >= num_kept, attention[:, None], 0)
-    weights = jnp.where(
-        slots < num_kept, weights, jnp.where(slots == num_kept, remaining_weights, 0)
-    )
+    row_index, kept_index = jnp.arange(len(tokens))[:, None, None], jnp.arange(max_kept)[:, None]
+    is_neighbour = jnp.zeros(cosine.shape, bool).at[row_index, kept_index, nearest].set(True)
+    # Each slot of the result is a weighted sum of all patches.
+    patch_weights = jnp.where(is_neighbour, attention[:, None], 0) + jnp.eye(max_kept, n)
+    patch_weights = jnp.pad(patch_weights, ((0, 0), (0, capacity - max_kept), (0, 0)))
+    slot, patch_index = jnp.arange(capacity)[:, None], jnp.arange(n)
+    num_kept = num_kept[:, None, None]
+    dropped_weights = jnp.where(patch_index >= num_kept, attention[:, None], 0)
+    sum_weights = jnp.where(slot == num_kept, dropped_weights, 0)
+    weights = jnp.where(slot < num_kept, patch_weights, sum_weights)
     return jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=precision)

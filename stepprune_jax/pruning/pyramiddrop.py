@@ -62,10 +62,12 @@ class PyramidDrop(LayerPruner):
                 f"a larger mean over {depth} layers, as stages end at layers {layers}",
             )
             return
-        is_falling = (1 >= one >= other > 0 for one, other in itertools.pairwise((1, *ratios)))
+        never_grows = all(
+            1 >= ratio >= next_ratio > 0 for ratio, next_ratio in itertools.pairwise((1, *ratios))
+        )
         self.expect(
             "image_token_ratio_list",
-            len(ratios) == len(layers) and all(is_falling),
+            len(ratios) == len(layers) and never_grows,
             f"{len(layers)} shares in (0, 1], none larger than the one before",
         )
 
@@ -97,7 +99,11 @@ class PyramidDrop(LayerPruner):
         return layers
 
     def _meets(self, layers: tuple[int, ...], config: ModelConfig) -> bool:
-        """Returns whether the mean over layers can meet the budget with at least one token left."""
-        n = config.max_image_tokens
+        """Returns whether stages that end at `layers` can meet the budget as the mean over layers.
+
+        At least one token of the largest image must remain after the last stage.
+        """
+        num_tokens = config.max_image_tokens
         widths = stage_widths(layers, config.text.num_layers)
-        return n * mean_ratio(widths, self.budget.exact_count(n) / n) ** len(layers) >= 1
+        ratio = mean_ratio(widths, self.budget.exact_count(num_tokens) / num_tokens)
+        return num_tokens * ratio ** len(layers) >= 1

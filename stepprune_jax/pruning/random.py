@@ -26,8 +26,8 @@ class Random(Ranker):
     is_random: ClassVar[bool] = True
     version: ClassVar[int] = 3
 
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
+    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row at random."""
-        n = view.tokens.shape[1]
+        n = inputs.tokens.shape[1]
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,), jnp.float32))
-        return Ranking(by_score(uniform(view.keys(self.seed)), view.valid)[:, :steps])
+        return Ranking(by_score(uniform(inputs.keys(self.seed)), inputs.valid)[:, :steps])

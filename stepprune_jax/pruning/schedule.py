@@ -45,11 +45,11 @@ def geometric_counts(
         average: whether the budget is the mean over layers, with r from `mean_ratio`, or the number
             of tokens after the last cut, with r = (count / n)^(1 / c).
     """
-    cuts, ratio = range(1, len(widths)), mean_ratio(widths, count / num_tokens)
-    if not average:
-        ratio = (count / num_tokens) ** (1 / len(cuts))
-    # 1e-9 keeps integers that are rounded to slightly smaller floats.
-    return tuple(max(1, int(num_tokens * ratio**cut + 1e-9)) for cut in cuts)
+    num_cuts, share = len(widths) - 1, count / num_tokens
+    ratio = mean_ratio(widths, share) if average else share ** (1 / num_cuts)
+    # A power may be slightly below the integer that it represents, so 1e-9 is added before
+    # rounding down.
+    return tuple(max(1, int(num_tokens * ratio**cut + 1e-9)) for cut in range(1, num_cuts + 1))
 
 
 def mean_ratio(widths: Sequence[int], share: float) -> float:
@@ -68,6 +68,7 @@ def mean_ratio(widths: Sequence[int], share: float) -> float:
     if target <= widths[0]:
         return 0.0
     low, high = 0.0, 1.0
+    # Bisection ends when no float lies between the bounds.
     while low < (middle := (low + high) / 2) < high:
         if sum(width * middle**power for power, width in enumerate(widths)) > target:
             high = middle

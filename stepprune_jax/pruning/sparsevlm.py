@@ -101,21 +101,32 @@ class TextRated(LayerPruner):
         return tuple(cuts)
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Returns the numbers of kept and recycled tokens after each listed layer."""
-        values, survivors, num_before = self._list(config, num_tokens), [], num_tokens
-        stage_counts = ()
-        if values is None:
+        """Counts the kept and recycled tokens after each listed layer.
+
+        Args:
+            config: the model's configuration.
+            num_tokens: number of tokens of the image.
+
+        Returns:
+            The counts: from a list of kept tokens, if there is one, or from the budget.
+        """
+        list_counts, survivors, num_before = self._list(config, num_tokens), [], num_tokens
+        total_counts = ()
+        if list_counts is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
             budget = self.budget.exact_count(num_tokens)
-            stage_counts = geometric_counts(num_tokens, budget, widths, self.average)
-        for i in range(len(self._layers(config))):
-            if values is None:
-                kept = min(stage_counts[i], num_before)
-                while kept > 1 and kept + self._merged(num_before - kept) > stage_counts[i]:
-                    kept -= 1
+            total_counts = geometric_counts(num_tokens, budget, widths, self.average)
+        for stage in range(len(self._layers(config))):
+            if list_counts is None:
+                # Kept and recycled tokens together must not exceed the stage's count.
+                num_kept = min(total_counts[stage], num_before)
+                while num_kept > 1 and (
+                    num_kept + self._count_recycled(num_before - num_kept) > total_counts[stage]
+                ):
+                    num_kept -= 1
             else:
-                kept = max(0, min(values[i], num_before - 1))
-            survivors.append(Survivors(kept, self._merged(num_before - kept)))
+                num_kept = max(0, min(list_counts[stage], num_before - 1))
+            survivors.append(Survivors(num_kept, self._count_recycled(num_before - num_kept)))
             num_before = sum(survivors[-1])
         return Schedule(num_tokens, num_tokens, tuple(survivors))
 
@@ -134,19 +145,19 @@ class TextRated(LayerPruner):
         if sequence.note is None:
             note = rate_text(taps["hidden"], sequence, taps["attention"].shape[2])
             sequence = sequence._replace(note=note)
-        return self._left(sequence, self.scores(sequence, taps), count)
+        return self._keep_and_recycle(sequence, self.scores(sequence, taps), count)
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Averages the raters' attention over heads and raters."""
         return rater_mean(taps["attention"].mean(1), sequence)
 
-    def _left(
+    def _keep_and_recycle(
         self, sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"]
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Returns the sequence, and a mask of the best tokens."""
         return sequence, keep_best(score, sequence.image, count)
 
-    def _merged(self, dropped: int) -> int:
+    def _count_recycled(self, num_dropped: int) -> int:
         """Returns the number of recycled tokens, given the number of dropped tokens."""
         return 0
 
@@ -196,11 +207,11 @@ class SparseVLM(TextRated):
         super().check(config, num_tokens)
         self.expect("noise", self.noise >= 0, "0 or more")
 
-    def _merged(self, dropped: int) -> int:
+    def _count_recycled(self, num_dropped: int) -> int:
         """Returns the number of clusters of the dropped tokens."""
-        return int(num_clusters(dropped)[1])
+        return int(num_clusters(num_dropped)[1])
 
-    def _left(
+    def _keep_and_recycle(
         self, sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"]
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
         """Returns the sequence with clusters of dropped tokens, and a mask of its tokens."""
@@ -246,38 +257,45 @@ class SparseVLMv2(TextRated):
 def rate_text(
     embeddings: Float[Array, "b s e"], sequence: Sequence, count: int
 ) -> Float[Array, "b s"]:
-    """Marks the raters with 1: text tokens with above-average relevance to the image.
+    """Marks the raters: text tokens with above-average relevance to the image.
 
-    The relevance of a text token is softmax(V T^T), averaged over visual tokens, where V are the
-    embeddings of visual tokens and T the embeddings of text; the softmax is over text. Only text
-    after the last visual token and among the last `count` slots counts. Rows without images have no
-    raters.
+    The relevance of a text token is softmax(V T^T), averaged over visual tokens. V are the
+    embeddings of visual tokens, T the embeddings of the question, and the softmax is over the
+    question. The question is the text after the last visual token, within the last `count` tokens.
+    Sequences without images have no raters.
 
     Args:
-        embeddings: [b, s, e] input embeddings of the language model.
-        sequence: the rows.
-        count: number of last slots that may be raters.
+        embeddings: [b, s, e] input embeddings of the s slots (padded positions) of b sequences.
+        sequence: the sequences, with lengths and the image of each slot.
+        count: number t of last tokens that may be raters.
+
+    Returns:
+        [b, s] float32; 1 at raters, 0 elsewhere.
     """
-    slots = last_slots(sequence, count)
-    real = sequence.length[:, None] - count + jnp.arange(count) >= 0
-    visual = sequence.image >= 0
-    last_visual = jnp.max(jnp.where(visual, jnp.arange(visual.shape[1]), -1), axis=1, keepdims=True)
-    is_question = real & (slots > last_visual) & (last_visual >= 0)
+    slots = last_slots(sequence, count)  # [b, t]
+    # A sequence shorter than t repeats its first slot, which must count only once.
+    slot_exists = sequence.length[:, None] - count + jnp.arange(count) >= 0
+    is_visual = sequence.image >= 0
+    all_slots = jnp.arange(is_visual.shape[1])
+    last_visual_slot = jnp.max(jnp.where(is_visual, all_slots, -1), axis=1, keepdims=True)
+    has_image = last_visual_slot >= 0
+    is_question = slot_exists & (slots > last_visual_slot) & has_image
     embeddings = embeddings.astype(jnp.float32)
     text = jnp.take_along_axis(embeddings, slots[..., None], axis=1)
     similarity = jnp.einsum("bse,bte->bst", embeddings, text, precision=_EXACT)
     similarity = jnp.where(is_question[:, None], similarity, -_FAR)
     probability = jnp.where(is_question[:, None], jax.nn.softmax(similarity, axis=2), 0)
-    rating = _mean(probability, visual[..., None], 1)
-    is_rater = is_question & (rating > _mean(rating, is_question, 1)[:, None])
-    rows = jnp.arange(len(visual))[:, None]
-    return jnp.zeros(visual.shape).at[rows, slots].max(is_rater.astype(jnp.float32))
+    relevance = _masked_mean(probability, is_visual[..., None], 1)
+    is_rater = is_question & (relevance > _masked_mean(relevance, is_question, 1)[:, None])
+    row_index = jnp.arange(len(is_visual))[:, None]
+    # `max` keeps a rater's 1 if another entry refers to the same slot.
+    return jnp.zeros(is_visual.shape).at[row_index, slots].max(is_rater.astype(jnp.float32))
 
 
-def _mean(x: Array, where: Bool[Array, "..."], axis: int) -> Array:
-    """Returns the mean of x under a mask; 0 if the mask is empty."""
-    where = jnp.broadcast_to(where, x.shape)
-    return jnp.sum(x, axis=axis, where=where) / jnp.maximum(1, where.sum(axis))
+def _masked_mean(values: Array, mask: Bool[Array, "..."], axis: int) -> Array:
+    """Returns the mean of the values under a mask; 0 if the mask is empty."""
+    mask = jnp.broadcast_to(mask, values.shape)
+    return jnp.sum(values, axis=axis, where=mask) / jnp.maximum(1, mask.sum(axis))
 
 
 def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Array, "b s"]:
@@ -292,20 +310,24 @@ def rater_mean(attention: Float[Array, "b t s"], sequence: Sequence) -> Float[Ar
 def without_positions(
     attention: Float[Array, "b h t s"], angles: Float[Array, "2 b s c"], sequence: Sequence
 ) -> Float[Array, "b h t s"]:
-    """Divides attention by the scores that rotary positions cause.
+    """Divides attention by the part of the score that only the rotary positions cause.
 
-    The scores are those of queries and keys of ones: products of rotated ones over sqrt(c), without
-    a softmax. They may be negative. Where a score is exactly 0, the result is 0.
+    This position score is the attention logit of a query and a key whose channels are all 1: the
+    product of the rotated vectors over sqrt(c), without a softmax. It may be negative.
+
+    Args:
+        attention: [b, h, t, s] attention of the last t tokens of each sequence in h heads.
+        angles: [2, b, s, c] cosine and sine of the rotary angles of each slot.
+        sequence: the sequences.
+
+    Returns:
+        [b, h, t, s] quotients; 0 where the position score is exactly 0.
     """
     _, b, s, c = angles.shape
-    (rotated_ones,) = jnp.swapaxes(rotate(jnp.ones((b, 1, s, c)), *angles), 0, 1)
-    queries = last_slots(sequence, attention.shape[2])[..., None]
-    score = jnp.einsum(
-        "btc,bsc->bts",
-        jnp.take_along_axis(rotated_ones, queries, axis=1),
-        rotated_ones,
-        precision=_EXACT,
-    )
+    rotated_ones = rotate(jnp.ones((b, 1, s, c)), *angles)[:, 0]
+    query_slots = last_slots(sequence, attention.shape[2])[..., None]
+    query = jnp.take_along_axis(rotated_ones, query_slots, axis=1)
+    score = jnp.einsum("btc,bsc->bts", query, rotated_ones, precision=_EXACT)
     score = (score * c**-0.5)[:, None]
     return jnp.where(score == 0, 0, attention / jnp.where(score == 0, 1, score))
 
@@ -325,44 +347,50 @@ def recycle(
 ) -> tuple[Sequence, Bool[Array, "b s"]]:
     """Keeps the best tokens of each image, followed by clusters of the best dropped tokens.
 
-    Clusters take the position ids of their centres.
+    A cluster becomes one token, the mean of its tokens, with the position ids of its centre.
 
     Args:
-        sequence: the rows.
+        sequence: b padded sequences of s slots (positions), with j images each.
         score: [b, s] score of each slot.
-        count: [b, j] number of tokens to keep of each image.
+        count: [b, j] number of tokens to keep of each image, without clusters.
         noise: upper bound of the random numbers that break ties.
 
     Returns:
-        The sequence with clusters after each image's kept tokens, and a mask of its tokens.
+        The sequences with clusters after each image's kept tokens, and [b, s] True at their tokens,
+        which come before the padding.
     """
     (b, s), j = score.shape, count.shape[1]
     assert sequence.note is not None  # from the first cut on
     keep = keep_best(score, sequence.image, count)
+    # Static bounds; the numbers of clusters of an image depend on its number of dropped tokens.
     max_candidates, max_clusters = num_clusters(s)
 
-    hidden, deep, combined = sequence.hidden, sequence.deep, None
+    # Tokens are compared by hidden states. DeepStack features are averaged with them.
+    hidden, deep, hidden_and_deep = sequence.hidden, sequence.deep, None
     if deep is not None:
-        combined = jnp.concatenate([hidden, deep.reshape(b, s, -1)], axis=2)
+        hidden_and_deep = jnp.concatenate([hidden, deep.reshape(b, s, -1)], axis=2)
 
-    def cluster_image(hidden, combined, score, dropped):
-        candidates, clusters = num_clusters(dropped.sum())
-        order = jnp.argsort(jnp.where(dropped, -score, _FAR), stable=True)[:max_candidates]
-        merged = None if combined is None else combined[order]
-        tokens, centre = cluster_and_merge(
-            hidden[order], candidates, clusters, max_clusters, noise=noise, values=merged
+    def cluster_image(hidden, hidden_and_deep, score, is_dropped):
+        num_candidates, clusters = num_clusters(is_dropped.sum())
+        best_dropped = jnp.argsort(jnp.where(is_dropped, -score, _FAR), stable=True)
+        candidates = best_dropped[:max_candidates]
+        values = None if hidden_and_deep is None else hidden_and_deep[candidates]
+        means, centre = cluster_and_merge(
+            hidden[candidates], num_candidates, clusters, max_clusters, noise=noise, values=values
         )
-        return tokens, order[centre], jnp.arange(max_clusters) < clusters
+        return means, candidates[centre], jnp.arange(max_clusters) < clusters
 
     is_in_image = sequence.image[:, None] == jnp.arange(j)[:, None]
-    cluster_row = jax.vmap(cluster_image, (None, None, None, 0))
-    tokens, centre, is_cluster = jax.vmap(cluster_row)(
-        hidden, combined, score, is_in_image & ~keep[:, None]
+    cluster_sequence = jax.vmap(cluster_image, (None, None, None, 0))
+    means, centre, is_cluster = jax.vmap(cluster_sequence)(
+        hidden, hidden_and_deep, score, is_in_image & ~keep[:, None]
     )
-    tokens, centre, is_cluster = (
-        x.reshape(b, j * max_clusters, *x.shape[3:]) for x in (tokens, centre, is_cluster)
+    means, centre, is_cluster = (
+        x.reshape(b, j * max_clusters, *x.shape[3:]) for x in (means, centre, is_cluster)
     )
 
+    # Kept slots have even sort keys. The clusters of an image have the odd key after the image's
+    # last slot. The largest key sorts dropped slots and absent clusters last.
     slots = jnp.arange(s)
     last_slot = jnp.repeat(jnp.max(jnp.where(is_in_image, slots, -1), axis=2), max_clusters, axis=1)
     is_kept = keep & (slots < sequence.length[:, None])
@@ -372,18 +400,19 @@ def recycle(
     ]
     order = jnp.argsort(jnp.concatenate(sort_keys, axis=1), axis=1, stable=True)[:, :s]
 
-    def insert(own: Array, merged: Array, axis: int = 1) -> Array:
-        both = jnp.concatenate([own, merged.astype(own.dtype)], axis=axis)
-        at = jnp.expand_dims(order, [i for i in range(1, own.ndim) if i != axis])
-        return jnp.take_along_axis(both, at, axis=axis)
+    def insert(slot_values: Array, cluster_values: Array, axis: int = 1) -> Array:
+        """Inserts the values of clusters into the values of slots along an axis."""
+        values = jnp.concatenate([slot_values, cluster_values.astype(slot_values.dtype)], axis=axis)
+        other_axes = [i for i in range(1, slot_values.ndim) if i != axis]
+        return jnp.take_along_axis(values, jnp.expand_dims(order, other_axes), axis=axis)
 
     image = jnp.broadcast_to(jnp.repeat(jnp.arange(j), max_clusters), (b, j * max_clusters))
     position = jnp.take_along_axis(sequence.position, centre[:, None], axis=2)
     if deep is not None:
-        merged = tokens[..., hidden.shape[2] :]
-        deep = insert(deep, merged.reshape(b, j * max_clusters, *deep.shape[2:]))
+        deep_means = means[..., hidden.shape[2] :]
+        deep = insert(deep, deep_means.reshape(b, j * max_clusters, *deep.shape[2:]))
     merged_sequence = sequence._replace(
-        hidden=insert(hidden, tokens[..., : hidden.shape[2]]),
+        hidden=insert(hidden, means[..., : hidden.shape[2]]),
         deep=deep,
         position=insert(sequence.position, position, 2),
         image=insert(sequence.image, image),
@@ -401,7 +430,7 @@ def cluster_and_merge(
     *,
     noise: float = 0.0,
     values: Float[Array, "m w"] | None = None,
-) -> tuple[Float[Array, "most w"], Int[Array, "most"]]:
+) -> tuple[Float[Array, "g w"], Int[Array, "g"]]:
     """Clusters tokens by density peaks and nearest neighbours (DPC-KNN), and averages clusters.
 
     The density of a token is exp(-mean squared distance to its `clusters` nearest tokens, including
@@ -411,37 +440,40 @@ def cluster_and_merge(
     divided by sqrt(e). Ties go to the first token.
 
     Args:
-        x: [m, e] tokens to compare.
-        count: number of real tokens, which come first.
+        x: [m, e] tokens to compare, followed by padding.
+        count: number of tokens without padding.
         clusters: number of clusters.
-        max_clusters: static bound on the number of clusters.
+        max_clusters: static bound g on the number of clusters.
         noise: upper bound of the random numbers that break ties.
         values: [m, w] values to average; None averages x.
 
     Returns:
-        The sum over each cluster divided by its size plus 1e-6, and the index of its centre. Only
-        the first `clusters` entries are defined.
+        [g, w] sum over each cluster divided by its size plus 1e-6, as in the authors' program; and
+        [g] index of the cluster's centre. Only the first `clusters` entries are defined.
     """
     x, m = x.astype(jnp.float32), x.shape[0]
     values = x if values is None else values.astype(jnp.float32)
-    is_real, is_cluster = jnp.arange(m) < count, jnp.arange(max_clusters) < clusters
+    is_token, is_cluster = jnp.arange(m) < count, jnp.arange(max_clusters) < clusters
     distance = jnp.sqrt(jnp.sum(jnp.square(x[:, None] - x), axis=-1) / x.shape[1])
-    neighbour_distance = -jax.lax.top_k(jnp.where(is_real, -distance, -_FAR), max_clusters)[0]
-    neighbour_distance = jnp.sum(jnp.square(jnp.where(is_cluster, neighbour_distance, 0)), axis=1)
-    density = jnp.exp(-neighbour_distance / jnp.maximum(clusters, 1)) + noise * _uniform(m)
-    is_denser = is_real & (density > density[:, None])
-    max_distance = jnp.max(jnp.where(is_real & is_real[:, None], distance, 0))
-    peak = density * jnp.min(jnp.where(is_denser, distance, max_distance), axis=1)
-    centre = jax.lax.top_k(jnp.where(is_real, peak, -1), max_clusters)[1]
-    to_centre = jnp.where(is_cluster[:, None], distance[centre], _FAR)
-    cluster = jnp.argmin(to_centre, axis=0)
+    # The number of neighbours is the number of clusters, so the bound of both is `max_clusters`.
+    nearest = -jax.lax.top_k(jnp.where(is_token, -distance, -_FAR), max_clusters)[0]
+    sum_of_squares = jnp.sum(jnp.square(jnp.where(is_cluster, nearest, 0)), axis=1)
+    density = jnp.exp(-sum_of_squares / jnp.maximum(clusters, 1)) + noise * _uniform(m)
+    is_denser = is_token & (density > density[:, None])
+    max_distance = jnp.max(jnp.where(is_token & is_token[:, None], distance, 0))
+    peak_distance = jnp.min(jnp.where(is_denser, distance, max_distance), axis=1)
+    peak_score = jnp.where(is_token, density * peak_distance, -1)
+    centre = jax.lax.top_k(peak_score, max_clusters)[1]
+    distance_to_centre = jnp.where(is_cluster[:, None], distance[centre], _FAR)
+    cluster = jnp.argmin(distance_to_centre, axis=0)
+    # A centre belongs to its own cluster even if another centre has distance 0. Index m is out of
+    # bounds and therefore dropped.
     cluster = cluster.at[jnp.where(is_cluster, centre, m)].set(
         jnp.arange(max_clusters), mode="drop"
     )
-    membership = jax.nn.one_hot(cluster, max_clusters) * is_real[:, None]
-    total = jnp.einsum(
-        "mc,me->ce", membership, jnp.where(is_real[:, None], values, 0), precision=_EXACT
-    )
+    membership = jax.nn.one_hot(cluster, max_clusters) * is_token[:, None]
+    values = jnp.where(is_token[:, None], values, 0)
+    total = jnp.einsum("mc,me->ce", membership, values, precision=_EXACT)
     return total / (membership.sum(0)[:, None] + 1e-6), centre
 
 

@@ -76,13 +76,25 @@ class TopV(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the most important tokens and some evenly spaced other tokens."""
-        source, target = (taps[f"{tap.kind}.{tap.layer}"].astype(jnp.float32) for tap in cut.taps)
+        """Keeps the most important tokens and some evenly spaced other tokens.
+
+        Args:
+            cut: the cut, with taps of the layer's inputs and of the inputs of its MLP.
+            sequence: the padded sequences at the cut; a slot is a position in them.
+            taps: values of the taps by name.
+            count: [b, j] number of tokens to keep of each of the j images of b sequences.
+
+        Returns:
+            The sequences, unchanged, and [b, s] True at the slots that remain.
+        """
+        layer_input, mlp_input = (
+            taps[f"{tap.kind}.{tap.layer}"].astype(jnp.float32) for tap in cut.taps
+        )
         image = sequence.image
         same_image = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
-        cost = self.cost(source, target, sequence, same_image)
+        cost = self.cost(layer_input, mlp_input, sequence, same_image)
         source_mass, target_mass = (
-            _normalise(jnp.linalg.norm(x, axis=2), same_image) for x in (source, target)
+            _normalise(jnp.linalg.norm(x, axis=2), same_image) for x in (layer_input, mlp_input)
         )
         importance = contributions(
             cost,
@@ -94,8 +106,9 @@ class TopV(LayerPruner):
         )
         num_recovered = count // self.recover_every if self.recover_every else jnp.zeros_like(count)
         keep = keep_best(importance, image, count - num_recovered)
-        is_in_image = image[:, None] == jnp.arange(count.shape[1])[:, None]
-        return sequence, keep | jnp.any(evenly(is_in_image & ~keep[:, None], num_recovered), axis=1)
+        is_in_image = image[:, None] == jnp.arange(count.shape[1])[:, None]  # [b, j, s]
+        recovered = jnp.any(evenly(is_in_image & ~keep[:, None], num_recovered), axis=1)
+        return sequence, keep | recovered
 
     def cost(
         self,
@@ -109,29 +122,34 @@ class TopV(LayerPruner):
         The cost is a weighted sum of three terms, each scaled to [0, 1] over an image.
 
         Args:
-            source: [b, s, e] inputs of the layer.
-            target: [b, s, e] inputs of its MLP.
-            sequence: rows with the image, index and grid of each visual token.
-            same_image: [b, s, s] True at pairs of tokens of the same image; the cost of all other
-                pairs is undefined.
+            source: [b, s, e] inputs of the layer, for the s slots of b sequences.
+            target: [b, s, e] inputs of the layer's MLP.
+            sequence: the sequences, with the image, index and grid of visual tokens.
+            same_image: [b, s, s] True at pairs of tokens of the same image.
+
+        Returns:
+            [b, s, s] costs; undefined for pairs outside `same_image`.
         """
         exact = jax.lax.Precision.HIGHEST
-        squared_norms = [jnp.square(x).sum(2) for x in (source, target)]
+        source_squares, target_squares = (jnp.square(x).sum(2) for x in (source, target))
         product = jnp.einsum("bse,bte->bst", source, target, precision=exact)
-        feature_distance = squared_norms[0][..., None] + squared_norms[1][:, None] - 2 * product
-        feature_distance = jnp.sqrt(jnp.maximum(feature_distance, 0))
-        position, middle = _grid_positions(sequence)
+        # |a - b|^2 = |a|^2 + |b|^2 - 2 a b, which rounding may make negative.
+        squared_distance = source_squares[..., None] + target_squares[:, None] - 2 * product
+        feature_distance = jnp.sqrt(jnp.maximum(squared_distance, 0))
+        position, centre = _grid_positions(sequence)
         squared_distance = jnp.square(position[:, :, None] - position[:, None]).sum(3)
         grid_distance = 1 - jnp.exp(-squared_distance / (2 * self.sigma**2))
-        centre_distance = jnp.sqrt(jnp.square(position - middle).sum(2))
+        centre_distance = jnp.sqrt(jnp.square(position - centre).sum(2))
         centre_distance = jnp.broadcast_to(centre_distance[..., None], same_image.shape)
-        terms = (
+        weighted_terms = (
             (self.alpha, feature_distance),
             (self.beta, grid_distance),
             (self.gamma, centre_distance),
         )
-        parts = (weight * _scale_to_unit(term, same_image) for weight, term in terms)
-        return functools.reduce(operator.add, parts)
+        return functools.reduce(
+            operator.add,
+            (weight * _scale_to_unit(term, same_image) for weight, term in weighted_terms),
+        )
 
 
 def _grid_positions(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
@@ -147,21 +165,20 @@ def _grid_positions(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Ar
 def _scale_to_unit(
     x: Float[Array, "b s s"], same_image: Bool[Array, "b s s"]
 ) -> Float[Array, "b s s"]:
-    """Scales values to [0, 1] over the pairs of each image."""
-    low, high = (
-        sign
-        * _image_max(jnp.max(jnp.where(same_image, sign * x, _LOWEST), axis=2), same_image)[
-            ..., None
-        ]
-        for sign in (-1, 1)
-    )
+    """Scales the values of each image's pairs linearly to [0, 1]; other pairs are undefined."""
+
+    def max_over_pairs(values: Float[Array, "b s s"]) -> Float[Array, "b s 1"]:
+        max_over_targets = jnp.max(jnp.where(same_image, values, _LOWEST), axis=2)
+        return _image_max(max_over_targets, same_image)[..., None]
+
+    low, high = -max_over_pairs(-x), max_over_pairs(x)
     return (x - low) / jnp.where(high > low, high - low, 1)
 
 
 def _image_max(
     values: Float[Array, "b s"], same_image: Bool[Array, "b s s"]
 ) -> Float[Array, "b s"]:
-    """Returns the largest value over each token's image."""
+    """Returns, for each token, the largest value of all tokens of its image."""
     return jnp.max(jnp.where(same_image, values[:, None], _LOWEST), axis=2)
 
 
@@ -184,31 +201,37 @@ def contributions(
     epsilon: float,
     iterations: int,
 ) -> Float[Array, "b s"]:
-    """Runs Sinkhorn's algorithm and returns the mass that each source sends.
+    """Returns the mass that each token sends in an entropy-regularized optimal transport.
 
-    Every iteration scales the rows of exp(-cost / epsilon) to the masses of the sources, and then
-    the columns to the masses of the targets. The columns are scaled last: otherwise every source
-    would send exactly its mass, whatever the cost.
+    The transport plan is computed by Sinkhorn's algorithm in log space. Every iteration scales the
+    rows of exp(-cost / epsilon) to the masses of the sources, and then the columns to the masses of
+    the targets. The columns are scaled last: otherwise every source would send exactly its mass,
+    whatever the cost.
 
     Args:
-        cost: [b, s, s] cost of moving each source to each target.
+        cost: [b, s, s] cost of moving mass from each source to each target.
         source: [b, s] masses of the sources, with sum 1 over each image.
         target: [b, s] masses of the targets, with sum 1 over each image.
-        same_image: [b, s, s] True at pairs of tokens of the same image, between which mass moves.
+        same_image: [b, s, s] True at pairs of tokens of the same image. Mass moves only between
+            these pairs.
         epsilon: weight of the entropy.
         iterations: number of iterations.
-    """
-    kernel = jnp.where(same_image, -cost / epsilon, _LOWEST)
-    is_visual = jnp.any(same_image, axis=2)
-    source, target = (jnp.log(jnp.where(is_visual, x, 1)) for x in (source, target))
 
-    def iteration(scales, _):
-        _, columns = scales
-        row_sums = jax.nn.logsumexp(kernel + columns[:, None], axis=2)
-        rows = jnp.where(is_visual, source - row_sums, 0)
-        column_sums = jax.nn.logsumexp(kernel + rows[..., None], axis=1)
-        return (rows, jnp.where(is_visual, target - column_sums, 0)), None
+    Returns:
+        [b, s] masses; without meaning for text and padding.
+    """
+    log_kernel = jnp.where(same_image, -cost / epsilon, _LOWEST)
+    is_visual = jnp.any(same_image, axis=2)
+    log_source, log_target = (jnp.log(jnp.where(is_visual, x, 1)) for x in (source, target))
+
+    def scale_rows_and_columns(log_scales, _):
+        _, log_columns = log_scales
+        row_sums = jax.nn.logsumexp(log_kernel + log_columns[:, None], axis=2)
+        log_rows = jnp.where(is_visual, log_source - row_sums, 0)
+        column_sums = jax.nn.logsumexp(log_kernel + log_rows[..., None], axis=1)
+        log_columns = jnp.where(is_visual, log_target - column_sums, 0)
+        return (log_rows, log_columns), None
 
     start = (jnp.zeros_like(source), jnp.zeros_like(target))
-    rows, columns = jax.lax.scan(iteration, start, length=iterations)[0]
-    return jnp.exp(rows + jax.nn.logsumexp(kernel + columns[:, None], axis=2))
+    (log_rows, log_columns), _ = jax.lax.scan(scale_rows_and_columns, start, length=iterations)
+    return jnp.exp(log_rows + jax.nn.logsumexp(log_kernel + log_columns[:, None], axis=2))

@@ -24,8 +24,9 @@ class PrunerInputs(NamedTuple):
         seed: [r] uint32 checksum of image and question: the seed of the row's random numbers.
         count: [r] int32 number of tokens to keep, where the budget is exact.
         taps: intermediates of the tower, in the order of `Pruner.taps`.
-        deep: [r, n, D] deep features of each token, which are kept with the token and not compared;
-            None for a model without deep features.
+        deep: [r, n, D] DeepStack features of each token: vectors that later layers of the language
+            model add to it. They are kept with the token and not compared. None for a model
+            without DeepStack.
     """
 
     tokens: Float[Array, "r n d"]
@@ -41,7 +42,7 @@ class PrunerInputs(NamedTuple):
 
     @property
     def whole(self) -> Float[Array, "r n w"]:
-        """The tokens with their deep features appended; a method gathers or averages these."""
+        """[r, n, w] tokens with appended DeepStack features; methods gather or average them."""
         if self.deep is None:
             return self.tokens
         return jnp.concatenate([self.tokens, self.deep], axis=2)

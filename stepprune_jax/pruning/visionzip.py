@@ -85,48 +85,60 @@ class VisionZip(Pruner):
         tile = tile_taps(config)
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1), *tile
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps the class token, dominant tokens in raster order, and then the merged tokens.
 
         Without a class token, all tokens are in raster order.
+
+        Args:
+            inputs: inputs of the pruner, with the taps of `taps`.
+            capacity: static size k of the result.
+
+        Returns:
+            The kept tokens. The class token and merged tokens have the index -1.
         """
-        has_class_token = len(view.taps) > 2
-        tile = ()
-        if has_class_token:  # the class token is dominant and comes first
-            attention, keys, tokens, *tile = view.taps
+        has_class_token = len(inputs.taps) > 2
+        tile = ()  # if images are split into tiles, a list with the tile of each patch
+        if has_class_token:
+            attention, keys, tokens, *tile = inputs.taps
             score = attention.astype(jnp.float32).sum(1)
+            # The class token is always dominant, and comes first.
             score = score.at[:, 0].set(jnp.finfo(jnp.float32).max)
             keys = keys.astype(jnp.float32).mean(1)
         else:
-            (score, keys), tokens = view.taps, view.whole
-        real = jnp.ones(score.shape, bool) if tile or view.valid is None else view.valid
+            (score, keys), tokens = inputs.taps, inputs.whole
         if tile:
-            part = jnp.pad(tile[0], ((0, 0), (1, 0)))
-            real = part >= 0
-            order = in_turns(by_score(score, real), part)
+            part = jnp.pad(tile[0], ((0, 0), (1, 0)))  # the class token belongs to tile 0
+            is_token = part >= 0
+            order = in_turns(by_score(score, is_token), part)
+            # The rank in turns replaces the score, so all tiles have equally many dominant tokens.
             score = -jnp.argsort(order, axis=1).astype(jnp.float32)
-        num_dominant, num_contextual = self.split(view.count)
-        dominant, target, tokens = merge(
+        else:
+            is_token = jnp.ones(score.shape, bool) if inputs.valid is None else inputs.valid
+        num_dominant, num_contextual = self.split(inputs.count)
+        is_dominant, is_target, tokens = merge(
             score,
             keys,
             tokens,
-            real,
-            dominant=num_dominant,
-            contextual=num_contextual,
+            is_token,
+            num_dominant=num_dominant,
+            num_targets=num_contextual,
             max_targets=capacity,
         )
-        sort_key = jnp.where(dominant, 0, jnp.where(target, int(has_class_token), 2))
+        # Targets follow the dominant tokens, or share their raster order without a class token.
+        target_key = 1 if has_class_token else 0
+        sort_key = jnp.where(is_dominant, 0, jnp.where(is_target, target_key, 2))
         source = jnp.argsort(sort_key, axis=1, stable=True)[:, :capacity].astype(jnp.int32)
-        valid = jnp.arange(capacity) < view.count[:, None]
-        merged = jnp.take_along_axis(target, source, axis=1)
-        kept = jnp.take_along_axis(tokens, source[..., None], axis=1).astype(view.tokens.dtype)
+        valid = jnp.arange(capacity) < inputs.count[:, None]
+        is_merged = jnp.take_along_axis(is_target, source, axis=1)
+        tokens = jnp.take_along_axis(tokens, source[..., None], axis=1).astype(inputs.tokens.dtype)
         patch_index = source - int(has_class_token)  # patches are counted without the class token
         return Kept(
-            index=jnp.where(valid & ~merged, patch_index, -1),
+            index=jnp.where(valid & ~is_merged, patch_index, -1),
             place=jnp.where(valid, jnp.maximum(patch_index, 0), 0),
-            tokens=jnp.where(valid[..., None], kept, 0),
+            tokens=jnp.where(valid[..., None], tokens, 0),
             valid=valid,
-            count=view.count,
+            count=inputs.count,
         )
 
 
@@ -134,54 +146,56 @@ def merge(
     score: Float[Array, "r n"],
     keys: Float[Array, "r n c"],
     tokens: Float[Array, "r n d"],
-    real: Bool[Array, "r n"],
+    is_token: Bool[Array, "r n"],
     *,
-    dominant: Int[Array, "r"],
-    contextual: Int[Array, "r"],
+    num_dominant: Int[Array, "r"],
+    num_targets: Int[Array, "r"],
     max_targets: int,
 ) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
     """Keeps the tokens with the highest scores, and merges the remaining tokens into targets.
 
+    Targets are evenly spaced among the remaining tokens. Each other remaining token joins the
+    target whose key is most similar, and the mean of the joining tokens is added to the target.
+
     Args:
-        score: [r, n] score of each token.
-        keys: [r, n, c] keys of the tokens; each token joins the target with the largest cosine.
-        tokens: [r, n, d] the tokens.
-        real: [r, n] True at real tokens.
-        dominant: [r] number of dominant tokens.
-        contextual: [r] number of targets.
+        score: [r, n] score of each token of r images.
+        keys: [r, n, c] keys of the tokens; similarity is the cosine between keys.
+        tokens: [r, n, d] features of the tokens.
+        is_token: [r, n] False at padding.
+        num_dominant: [r] number of tokens to keep for their scores.
+        num_targets: [r] number of targets.
         max_targets: static bound on the number of targets.
 
     Returns:
-        Masks of the dominant tokens and of the targets, and the tokens in float32; the mean of the
-        tokens that join a target is added to it.
+        [r, n] mask of the kept tokens, [r, n] mask of the targets, and [r, n, d] float32 tokens, in
+        which targets are merged.
     """
-    rank = jnp.argsort(by_score(score, real), axis=1)
-    is_dominant = real & (rank < dominant[:, None])
-    is_remaining = real & ~is_dominant
+    rank = jnp.argsort(by_score(score, is_token), axis=1)
+    is_dominant = is_token & (rank < num_dominant[:, None])
+    is_remaining = is_token & ~is_dominant
     remaining_index = jnp.cumsum(is_remaining, axis=1) - 1
-    num_remaining = jnp.sum(real, axis=1) - dominant
-    stride = jnp.maximum(1, num_remaining // jnp.maximum(contextual, 1))[:, None]
+    num_remaining = jnp.sum(is_token, axis=1) - num_dominant
+    stride = jnp.maximum(1, num_remaining // jnp.maximum(num_targets, 1))[:, None]
     is_target = (
         is_remaining
         & (remaining_index % stride == 0)
-        & (remaining_index // stride < contextual[:, None])
+        & (remaining_index // stride < num_targets[:, None])
     )
     unit_keys = unit_vectors(keys, None)
-    target_slots = jnp.argsort(~is_target, axis=1, stable=True)[:, :max_targets]  # targets first
-    is_real_target = jnp.take_along_axis(is_target, target_slots, axis=1)
-    target_keys = jnp.take_along_axis(unit_keys, target_slots[..., None], axis=1)
+    # Token index of each target, followed by other tokens up to the static bound.
+    target_tokens = jnp.argsort(~is_target, axis=1, stable=True)[:, :max_targets]
+    is_valid_target = jnp.take_along_axis(is_target, target_tokens, axis=1)
+    target_keys = jnp.take_along_axis(unit_keys, target_tokens[..., None], axis=1)
 
     def nearest_target(chunk: Float[Array, "r q c"]) -> Int[Array, "r q"]:
         precision = jax.lax.Precision.HIGHEST
         cosine = jnp.einsum("rqc,rtc->rqt", chunk, target_keys, precision=precision)
-        return jnp.argmax(jnp.where(is_real_target[:, None], cosine, -2), axis=2)
+        return jnp.argmax(jnp.where(is_valid_target[:, None], cosine, -2), axis=2)
 
-    target_index = jnp.where(is_remaining & ~is_target, map_tokens(nearest_target, unit_keys), -1)
+    joins_target = is_remaining & ~is_target
+    target_index = jnp.where(joins_target, map_tokens(nearest_target, unit_keys), -1)
     features = tokens.astype(jnp.float32)
-    group_mean = group_means(features, target_index, jnp.arange(target_slots.shape[1])[None])
-    added = jnp.where(is_real_target[..., None], group_mean, 0)
-    return (
-        is_dominant,
-        is_target,
-        features.at[jnp.arange(len(features))[:, None], target_slots].add(added),
-    )
+    target_means = group_means(features, target_index, jnp.arange(target_tokens.shape[1])[None])
+    target_means = jnp.where(is_valid_target[..., None], target_means, 0)
+    row_index = jnp.arange(len(features))[:, None]
+    return is_dominant, is_target, features.at[row_index, target_tokens].add(target_means)

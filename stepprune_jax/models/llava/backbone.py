@@ -202,8 +202,8 @@ class Llava(Backbone):
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         turns = list(turns) + [None] * (len(turns) % 2)
         text = (_SYSTEM if system is None else system) + " "
-        for number, message in enumerate(turns):
-            role, end = _ROLES[number % 2], _ENDS[number % 2]
+        for turn, message in enumerate(turns):
+            role, end = _ROLES[turn % 2], _ENDS[turn % 2]
             text += f"{role}: {message}{end}" if message else f"{role}:"
         return text
 

@@ -167,11 +167,13 @@ def bicubic_weights(size: int, new_size: int) -> Float[np.ndarray, "new_size siz
     Returns:
         [new_size, size] weights of the old values for each new value.
     """
+    # Coordinates of the new values on the old axis. Values lie at the centers of their pixels.
     center = (np.arange(new_size) + 0.5) * size / new_size - 0.5
     weights = np.zeros((new_size, size), np.float32)
-    for shift in range(-1, 3):
+    for shift in range(-1, 3):  # each new value depends on four old values
         source = np.floor(center).astype(int) + shift
         x, a = np.abs(center - source), -0.75
+        # Keys' kernel for a distance x <= 1, and for 1 < x < 2.
         within_one = ((a + 2) * x - (a + 3)) * x * x + 1
         beyond_one = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
         # Sources outside the axis repeat the value at the border.
@@ -211,7 +213,8 @@ def encode(
         [i, n+1, d] the hidden state, without the final norm, and the taps by name.
     """
     taps_by_name = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    (_, layer), *_ = resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()
+    # Counts a negative layer from the start.
+    ((_, layer),) = resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()
     state_layers = [index for kind, index in taps_by_name.values() if kind == "hidden"] + [layer]
     output_blocks = [index for kind, index in taps_by_name.values() if kind != "hidden"]
     num_blocks = max([*state_layers, *(index + 1 for index in output_blocks)])

@@ -154,15 +154,17 @@ class LlavaNext(Llava):
     def token_cells(
         self, grid: Sequence[int], tokens: Sequence[int] | Int[np.ndarray, "k"]
     ) -> Int[np.ndarray, "k"]:
-        overview_tokens, side = self.config.vision.num_patches, self.config.grid[0]
+        num_overview_tokens, side = self.config.vision.num_patches, self.config.grid[0]
         index, (rows, columns) = np.asarray(tokens, int), grid
-        row, column = np.divmod(index - overview_tokens, columns + 1)
+        # A row of the larger version ends with a newline token, which shows no cell.
+        row, column = np.divmod(index - num_overview_tokens, columns + 1)
         tile_cell = np.where(column < columns, row * columns + column, -1)
-        # A patch of the overview is mapped to the cell at its center.
-        center_y, center_x = (2 * coordinate + 1 for coordinate in np.divmod(index, side))
-        row, column = center_y * rows // (2 * side), center_x * columns // (2 * side)
+        # A patch of the overview is mapped to the cell at its center, (y + 1/2) * rows / side.
+        overview_y, overview_x = np.divmod(index, side)
+        row = (2 * overview_y + 1) * rows // (2 * side)
+        column = (2 * overview_x + 1) * columns // (2 * side)
         overview_cell = row * columns + column
-        cells = np.where(index < overview_tokens, overview_cell, tile_cell)
+        cells = np.where(index < num_overview_tokens, overview_cell, tile_cell)
         return np.where(index < 0, -1, cells)
 
     def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
@@ -192,11 +194,11 @@ class LlavaNext(Llava):
         features, tapped = super().encode_image(params, values, tower_taps, execution)
         patch, is_patch = self._source_patches(pixels)
         tile = patch // num_patches
-        # Some taps have a class token in front of the patches of each tile; these are the indices
-        # into their tokens.
-        first = ((0, 0), (1, 0))
-        token = jnp.pad(patch + tile + 1, first)
-        is_token = jnp.pad(is_patch, first, constant_values=True)
+        # In taps with a class token in front of the patches of each tile, patch p of tile t has the
+        # index p + t + 1. The class token of the overview has the index 0.
+        pad_first = ((0, 0), (1, 0))
+        token = jnp.pad(patch + tile + 1, pad_first)
+        is_token = jnp.pad(is_patch, pad_first, constant_values=True)
         for name, tap in tapped.items():
             if name.startswith("query"):
                 tapped[name] = tap.reshape(i, t, *tap.shape[1:])[:, 0]
@@ -211,15 +213,25 @@ class LlavaNext(Llava):
         return _gather_tokens(features, 1, patch, is_patch), tapped
 
     def _source_patches(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Bool[Array, "i n"]]:
-        """Returns the patch that each token is read from, and whether the token is a patch.
+        """Returns the patch of each token, and whether the token is a patch.
 
-        Patches are numbered over all tiles of an image, the overview first. For newline tokens and
-        padding the number is 0.
+        The tokens of an image are the patches of its overview, then the rows of its larger version
+        without padding. Each row ends with a newline token.
+
+        Args:
+            pixels: tiles of i images.
+
+        Returns:
+            [i, n] index of each token's patch, counted over all tiles of the image from the
+            overview on; 0 for newline tokens and padding. [i, n] False for newline tokens and
+            padding.
         """
+        # `num_patches` and `side` describe one tile: side x side patches.
         num_patches, side = self.config.vision.num_patches, self.config.grid[0]
         token = jnp.arange(self.num_padded_tokens(pixels), dtype=jnp.int32)[None]
         rows, columns = jnp.asarray(pixels.grid, jnp.int32)[..., None].swapaxes(0, 1)
         tile_rows, tile_columns = jnp.asarray(pixels.tile_grid, jnp.int32)[..., None].swapaxes(0, 1)
+        # A row of the larger version has `columns` patches and a newline token.
         row = (token - num_patches) // (columns + 1)
         column = (token - num_patches) % (columns + 1)
         is_patch = (token < num_patches) | ((row < rows) & (column < columns))

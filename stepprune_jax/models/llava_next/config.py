@@ -125,10 +125,14 @@ class LlavaNextConfig(LlavaConfig):
         Args:
             num_tiles: number of tiles, including the overview.
         """
-        overview_tokens, side = self.vision.num_patches, self.grid[0]
-        grids = [(r, c) for r, c in self.tile_grids if 1 + r * c <= num_tiles]
-        tile_tokens = max((side * r * (side * c + 1) for r, c in grids), default=0)
-        return overview_tokens + tile_tokens
+        side = self.grid[0]  # patches on each side of a tile
+        # Each row of patches of the larger version ends with a newline token.
+        larger_version_tokens = [
+            side * rows * (side * columns + 1)
+            for rows, columns in self.tile_grids
+            if 1 + rows * columns <= num_tiles
+        ]
+        return self.vision.num_patches + max(larger_version_tokens, default=0)
 
     @classmethod
     def from_hf(cls, raw: Json) -> "LlavaNextConfig":

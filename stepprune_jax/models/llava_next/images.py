@@ -88,9 +88,9 @@ def to_hf(settings: LlavaImageSettings, normalisation: Normalisation, sizes: Siz
 
 
 def best_size(height: int, width: int, sizes: Sizes) -> tuple[int, int]:
-    """Returns the (height, width) that preserves the most pixels of an image.
+    """Returns the (height, width) that preserves the most pixels when an image is fitted into it.
 
-    Among sizes that preserve equally many pixels, it returns the smallest.
+    Among sizes that preserve equally many pixels, the size with the smallest area is returned.
 
     Args:
         height: height of the image in pixels.
@@ -98,12 +98,15 @@ def best_size(height: int, width: int, sizes: Sizes) -> tuple[int, int]:
         sizes: (height, width) pairs to choose from.
     """
 
-    def rank(size: tuple[int, int]) -> tuple[int, int]:
+    def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
-        num_pixels = min(int(width * scale) * int(height * scale), width * height)
-        return num_pixels, num_pixels - math.prod(size)
+        # Enlarging an image adds no information, so its own number of pixels is the maximum.
+        num_preserved = min(int(width * scale) * int(height * scale), width * height)
+        num_wasted = math.prod(size) - num_preserved
+        return num_preserved, -num_wasted
 
-    return max(sizes, key=rank)  # `max` returns the first of equal sizes, as `transformers` does
+    # `max` returns the first of equally good sizes, as `transformers` does.
+    return max(sizes, key=preference)
 
 
 def fitted_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
@@ -115,13 +118,22 @@ def fitted_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, in
 def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     """Returns the rows and columns of patches that contain the image, as `transformers` counts.
 
+    The image was scaled to fill one side of a larger image, and centered with equal padding on both
+    sides of the other axis.
+
     Args:
-        height: height of the image in pixels.
-        width: width of the image in pixels.
+        height: height of the original image in pixels.
+        width: width of the original image in pixels.
         rows: rows of patches of the padded image.
         columns: columns of patches of the padded image.
+
+    Returns:
+        Rows and columns without the padding.
     """
-    if width / height > columns / rows:
+    is_padded_vertically = width / height > columns / rows
+    # The same number of patches is removed on both sides, hence `// 2 * 2`. `transformers` rounds
+    # to 7 decimals before it rounds down.
+    if is_padded_vertically:
         filled_rows = int(round(height * (columns / width), 7))
         return rows - (rows - filled_rows) // 2 * 2, columns
     filled_columns = int(round(width * (rows / height), 7))
@@ -131,15 +143,24 @@ def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int
 def resize(
     config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image
 ) -> ResizedVersions:
-    """Resizes an RGB image to the overview and to the best of the model's sizes."""
-    side, patch_size = config.vision.image_size, config.vision.patch_size
+    """Resizes an RGB image to the overview and to the best of the model's sizes.
+
+    Args:
+        config: the model's configuration, which lists the sizes.
+        settings: settings of the image processor.
+        image: RGB image of any size.
+
+    Returns:
+        The overview, and the larger version with black padding.
+    """
+    tile_side, patch_size = config.vision.image_size, config.vision.patch_size
     size = best_size(image.height, image.width, config.sizes)
     height, width = fitted_size(image.height, image.width, size)
     padded = Image.new("RGB", (size[1], size[0]))
     fitted = image.resize((width, height), settings.resample)
     padded.paste(fitted, ((size[1] - width) // 2, (size[0] - height) // 2))
-    overview = image.resize((side, side), settings.resample)
-    rows, columns = (length // side * (side // patch_size) for length in size)
+    overview = image.resize((tile_side, tile_side), settings.resample)
+    rows, columns = (length // tile_side * (tile_side // patch_size) for length in size)
     grid = np.array(unpadded_grid(image.height, image.width, rows, columns), np.int32)
     return ResizedVersions(
         np.asarray(overview).transpose(2, 0, 1), np.asarray(padded).transpose(2, 0, 1), grid

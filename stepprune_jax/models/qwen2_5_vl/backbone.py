@@ -184,7 +184,9 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
         return replace_prefix(name, weights.PREFIXES)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # Each block counts complete windows. The merger counts as the projector.
+        # A matrix product of m x k and k x n counts m k n multiply-adds (MACs), two FLOPs each. In
+        # a block with windows, every patch attends to a complete window. The merger counts as the
+        # projector.
         vision = self.config.vision
         d, num_tokens = vision.hidden_size, grid[0] * grid[1]
         num_patches, merged_width = num_tokens * vision.unit, vision.unit * d
@@ -193,7 +195,9 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
             keys_per_block[block] = num_patches
         dense_macs_per_patch = 4 * d * d + 3 * d * vision.intermediate_size
         dense_macs = num_patches * dense_macs_per_patch * vision.num_layers
-        attention_macs = sum(2 * num_patches * d * min(num_patches, k) for k in keys_per_block)
+        attention_macs = sum(
+            2 * num_patches * d * min(num_patches, num_keys) for num_keys in keys_per_block
+        )
         patch_values = vision.temporal_patch_size * 3 * vision.patch_size**2
         embedding_macs = num_patches * patch_values * d
         merger_macs = num_tokens * merged_width * (merged_width + vision.out_size)

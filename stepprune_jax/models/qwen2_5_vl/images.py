@@ -152,9 +152,14 @@ def to_hf(config: PatchModelConfig, settings: QwenImageSettings, processor_class
 def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int, int]:
     """Returns the (height, width) of a resized image.
 
-    Each side is rounded to the nearest multiple of a merged patch, and halves to an even multiple.
-    If the area is then outside the limits, both sides are scaled by one factor to meet the limit,
-    and rounded down for the upper limit or up for the lower limit.
+    Each side is rounded to the nearest multiple of a merged patch; ties go to the even multiple. If
+    the area is then outside the model's limits, both sides of the image are scaled by one factor to
+    meet the limit. They are rounded down to meet the upper limit, and up to meet the lower limit.
+
+    Args:
+        config: the model's configuration, with the limits of the area.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
 
     Raises:
         ValueError: the image is too narrow.
@@ -179,11 +184,21 @@ def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.I
 
 
 def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
-    """Cuts a resized image into patches and pads them; the result has no axis of images."""
+    """Cuts a resized image into patches and pads them; the result has no axis of images.
+
+    Args:
+        config: the model's configuration.
+        image: [3, height, width] bytes. The sides are multiples of a merged patch, which is a
+            square of k x k patches of p x p pixels.
+
+    Returns:
+        The patches of the image, padded to one of few numbers of patches.
+    """
     vision = config.vision
     p, k = vision.patch_size, vision.merge_size
-    rows, columns = (side // vision.factor for side in image.shape[1:])
-    # From (channel, row, column) to (merged patch, patch in it, channel, row, column).
+    rows, columns = (side // vision.factor for side in image.shape[1:])  # of merged patches
+    # The axes become (row and column of the merged patch, row and column of the patch in it,
+    # channel, row and column of the pixel).
     patches = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
     num_slots = num_padded_tokens(rows * columns, config.max_image_tokens)
     values = np.zeros((num_slots * vision.unit, 3 * p * p), np.uint8)
@@ -219,21 +234,32 @@ def num_padded_tokens(num_tokens: int, max_tokens: int) -> int:
 
 def _round_up(count: int) -> int:
     """Rounds up to 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, and so on: four per doubling."""
+    # Numbers in (2^(b - 1), 2^b] have the step 2^(b - 3), a quarter of the interval.
     step = max(BLOCK_TOKENS, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
 
 def list_example_pixels(config: PatchModelConfig, width: int, height: int) -> list[Patches]:
-    """Lists artificial patches of every padded size; see `Backbone.list_example_pixels`."""
+    """Lists artificial images of every padded number of tokens; warm-up compiles for them.
+
+    Args:
+        config: the model's configuration.
+        width: width of the largest image in pixels.
+        height: height of the largest image in pixels.
+
+    Returns:
+        One or two images for each padded number of tokens: with the fewest tokens that are padded
+        to it, and without padding.
+    """
     vision = config.vision
     rows, columns = (max(1, round(side / vision.factor)) for side in (height, width))
-    num_tokens = max(1, config.min_pixels // vision.factor**2)
+    min_tokens = max(1, config.min_pixels // vision.factor**2)
     max_tokens = min(config.max_image_tokens, max(rows * columns, config.max_enlarged_tokens))
     examples = []
-    while num_tokens <= max_tokens:
-        num_slots = num_padded_tokens(num_tokens, config.max_image_tokens)
+    while min_tokens <= max_tokens:
+        num_slots = num_padded_tokens(min_tokens, config.max_image_tokens)
         values = np.zeros((1, num_slots * vision.unit, 3 * vision.patch_size**2), np.uint8)
-        for tokens in sorted({num_tokens, num_slots}):
-            examples.append(Patches(values, np.array([[1, tokens]], np.int32)))
-        num_tokens = num_slots + 1
+        for num_tokens in sorted({min_tokens, num_slots}):
+            examples.append(Patches(values, np.array([[1, num_tokens]], np.int32)))
+        min_tokens = num_slots + 1  # the fewest tokens of the next padded number
     return examples

@@ -96,16 +96,20 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, num_slots: int) -> Windo
     smaller.
 
     Args:
-        grid: [i, 2] rows and columns of merged patches of each image.
-        side: merged patches on each side of a window.
-        num_slots: number n of slots, at least the size of the largest grid.
+        grid: [i, 2] rows and columns of merged patches of each of i images.
+        side: number of merged patches on each side of a complete window.
+        num_slots: number n of slots, at least the number of merged patches of the largest image.
+
+    Returns:
+        The layout of each image.
     """
-    number = jnp.arange(num_slots, dtype=jnp.int32)
+    raster_index = jnp.arange(num_slots, dtype=jnp.int32)
     columns = jnp.maximum(grid[:, 1:], 1)  # avoids a division by 0 for an absent image
     size = grid.prod(1).astype(jnp.int32)
-    is_patch = number < size[:, None]
-    row, column = number // columns, number % columns
-    window = row // side * -(-columns // side) + column // side
+    is_patch = raster_index < size[:, None]
+    row, column = raster_index // columns, raster_index % columns
+    windows_per_row = -(-columns // side)  # rounded up
+    window = row // side * windows_per_row + column // side
     window = jnp.where(is_patch, window, num_slots)  # sorts padding last
     raster = jnp.argsort(window, axis=1, stable=True)
     slot = jnp.argsort(raster, axis=1)
@@ -122,11 +126,15 @@ def rotary_frequencies(config: PatchTowerConfig) -> np.ndarray:
 
 
 def _make_context(config: QwenVisionConfig, layout: WindowLayout) -> TowerInputs:
-    """Computes the rotary angles and the windows of patches, in window order."""
-    k, unit = config.merge_size, config.unit
-    place_in_square = jnp.stack(jnp.divmod(jnp.arange(unit), k))
-    position = layout.place[..., None] * k + place_in_square[:, None]
-    position = position.reshape(*position.shape[:2], -1)
+    """Computes the rotary angles and the windows of patches, in window order.
+
+    A merged patch is a square of `unit` patches. Its patches have consecutive slots.
+    """
+    side, unit = config.merge_size, config.unit
+    # Row and column of a patch: (row and column of the merged patch) * side + offset.
+    offset_in_square = jnp.stack(jnp.divmod(jnp.arange(unit), side))
+    position = layout.place[..., None] * side + offset_in_square[:, None]
+    position = position.reshape(*position.shape[:2], -1)  # [i, 2, m]
     frequencies = rotary_frequencies(config)
     cosine, sine = axial_cos_sin((frequencies, frequencies), position)
     window = jnp.repeat(layout.window, unit, axis=1)
@@ -142,6 +150,9 @@ def _attend_in_windows(
 ) -> Float[Array, "i h m c"]:
     """Computes attention from each patch to the patches of its window.
 
+    The m patches are cut into chunks of `max_length` patches. A window may begin anywhere, so a
+    chunk attends to the previous chunk, to itself and to the next chunk, with a mask for windows.
+
     Args:
         query: [i, h, m, c] queries in window order.
         key: [i, h, m, c] keys in window order.
@@ -153,35 +164,42 @@ def _attend_in_windows(
         [i, h, m, c] attention outputs; undefined for padding.
     """
     i, h, m, c = query.shape
-    padding = -m % max_length
+    padding = -m % max_length  # completes the last chunk
     num_chunks = (m + padding) // max_length
 
-    def to_chunks(x, axis, fill):
+    def to_neighbouring_chunks(x, axis, fill):
         """Returns the previous, the same and the next chunk for each chunk of patches.
 
-        Each of the three results is [i * num_chunks, ...] with `max_length` patches along the axis.
+        Args:
+            x: array with m patches along an axis.
+            axis: axis of the patches.
+            fill: value of padding.
+
+        Returns:
+            Three arrays [i * num_chunks, ...] with `max_length` patches along the axis.
         """
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (max_length, padding + max_length)  # an empty chunk on both sides
-        x = jnp.pad(x, widths, constant_values=fill)
+        pad_widths = [(0, 0)] * x.ndim
+        # The first and the last chunk get an empty neighbour.
+        pad_widths[axis] = (max_length, padding + max_length)
+        x = jnp.pad(x, pad_widths, constant_values=fill)
         chunks = x.reshape(*x.shape[:axis], num_chunks + 2, max_length, *x.shape[axis + 1 :])
         chunks = jnp.moveaxis(chunks, axis, 1)
         shifted = (chunks[:, start : start + num_chunks] for start in range(3))
         return [chunk.reshape(i * num_chunks, *chunk.shape[2:]) for chunk in shifted]
 
-    _, query_chunk, _ = to_chunks(query, 2, 0)
-    key_windows = to_chunks(window, 1, -1)
+    _, query_chunk, _ = to_neighbouring_chunks(query, 2, 0)
+    key_windows = to_neighbouring_chunks(window, 1, -1)
     query_window = key_windows[1][:, :, None]
-    segments = [
-        Segment(
-            key_chunk,
-            value_chunk,
-            (query_window == key_window[:, None]) & (key_window >= 0)[:, None],
-        )
-        for key_chunk, value_chunk, key_window in zip(
-            to_chunks(key, 2, 0), to_chunks(value, 2, 0), key_windows, strict=True
-        )
-    ]
+    segments = []
+    for key_chunk, value_chunk, key_window in zip(
+        to_neighbouring_chunks(key, 2, 0),
+        to_neighbouring_chunks(value, 2, 0),
+        key_windows,
+        strict=True,
+    ):
+        is_patch = key_window >= 0
+        mask = (query_window == key_window[:, None]) & is_patch[:, None]
+        segments.append(Segment(key_chunk, value_chunk, mask))
     attended = attend(query_chunk, segments).reshape(i, num_chunks, h, max_length, c)
     return jnp.moveaxis(attended, 1, 2).reshape(i, h, num_chunks * max_length, c)[:, :, :m]
 

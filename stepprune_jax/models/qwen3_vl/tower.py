@@ -67,16 +67,20 @@ def patch_coordinates(
 
     Args:
         config: shape of the tower.
-        grid: [i, 2] rows and columns of merged patches of each image.
+        grid: [i, 2] rows and columns of merged patches of each of i images. A merged patch is a
+            square of `config.unit` patches, which are consecutive.
         num_slots: number of merged patches, including padding.
+
+    Returns:
+        [i, 2, m] row and column of each of the m = `num_slots` * `config.unit` patches.
     """
-    k, unit = config.merge_size, config.unit
-    number = jnp.arange(num_slots, dtype=jnp.int32)
+    side, unit = config.merge_size, config.unit
+    merged_index = jnp.arange(num_slots, dtype=jnp.int32)
     columns = jnp.maximum(grid[:, 1:], 1)  # avoids a division by 0 for an absent image
-    merged_place = jnp.stack([number // columns, number % columns], axis=1)
-    place_in_square = jnp.stack(jnp.divmod(jnp.arange(unit, dtype=jnp.int32), k))
-    place = merged_place[..., None] * k + place_in_square[:, None]
-    return place.reshape(len(grid), 2, num_slots * unit)
+    merged_coordinates = jnp.stack([merged_index // columns, merged_index % columns], axis=1)
+    offset_in_square = jnp.stack(jnp.divmod(jnp.arange(unit, dtype=jnp.int32), side))
+    coordinates = merged_coordinates[..., None] * side + offset_in_square[:, None]
+    return coordinates.reshape(len(grid), 2, num_slots * unit)
 
 
 def interpolate_positions(
@@ -98,17 +102,19 @@ def interpolate_positions(
     Returns:
         [i, m, d] float32 position embeddings.
     """
+    # [i, 2, m] coordinates in the table; a side of one patch maps to 0.
     coordinate = place.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1)[..., None]
     low = jnp.floor(coordinate)
     fraction, low = coordinate - low, low.astype(jnp.int32)
-    total = jnp.float32(0)
+    interpolated = jnp.float32(0)
+    # Sum over the four table entries around each coordinate.
     for row_step in (0, 1):
         for column_step in (0, 1):
             step = jnp.array([row_step, column_step])[:, None]
             corner = jnp.clip(low + step, 0, side - 1)
             weight = jnp.where(step == 1, fraction, 1 - fraction).prod(1)
-            total += table[corner[:, 0] * side + corner[:, 1]] * weight[..., None]
-    return total
+            interpolated += table[corner[:, 0] * side + corner[:, 1]] * weight[..., None]
+    return interpolated
 
 
 class TowerAttention(nn.Module):
@@ -264,6 +270,7 @@ def encode(
     position = interpolate_positions(
         vision["positions"], config.side, grid * config.merge_size, place
     )
+    # The output of a block is the state before the next block.
     deepstack_layers = [block + 1 for block in config.deepstack_blocks]
     state_layers = [layer for kind, layer in taps_by_name.values() if kind == "hidden"]
     hidden, outputs, states = run_stack(
@@ -275,8 +282,8 @@ def encode(
         carry_layers=[*deepstack_layers, *state_layers],
     )
     tokens = [Merger(config).apply({"params": params["merger"]}, hidden)]
-    for number, layer in enumerate(deepstack_layers):
-        weights = {"params": take_layer(params["deepstack_mergers"], number)}
+    for merger_index, layer in enumerate(deepstack_layers):
+        weights = {"params": take_layer(params["deepstack_mergers"], merger_index)}
         tokens.append(Merger(config, norm_after_merge=True).apply(weights, states[layer]))
     tapped = {}
     for name, (kind, layer) in taps_by_name.items():
