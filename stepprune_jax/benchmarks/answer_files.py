@@ -36,19 +36,19 @@ def pruning_rate(count: float | int, num_tokens: int) -> float:
 
 
 class Provenance(NamedTuple):
-    """Provenance of an answer file: everything that determines its answers.
+    """All settings that determine the answers in a file. Built by `evaluation.rows.Conditions`.
 
     Attributes:
         benchmark: name of the benchmark.
         questions: digest of the questions.
         asked: number of questions.
         method: name of the table row.
-        mode: "exact" if every image keeps the budget, "adaptive" if the learned stop decides and
-            the budget is a mean.
-        budget: tokens to keep per image; None for the learned stop without a target.
+        mode: "exact" if every image keeps `budget` tokens, "adaptive" if the count varies and
+            `budget` is the mean.
+        budget: number of tokens to keep per image; None for a learned stop without a budget.
         num_tokens: visual tokens of an image before pruning.
         stop_bias: number added to the stop logits; None without a learned stop.
-        model: identity of the model.
+        model: name of the model.
         made: further settings that determine the answers, JSON values by name.
     """
 
@@ -65,15 +65,15 @@ class Provenance(NamedTuple):
 
     @property
     def pruning_rate(self) -> float | None:
-        """Pruning rate in percent; None for a learned stop, whose count is unknown in advance."""
+        """Pruning rate in percent; None without a budget."""
         return None if self.budget is None else pruning_rate(self.budget, self.num_tokens)
 
     @property
     def slug(self) -> str:
         """Base name of the answer file, made of method, mode and pruning rate."""
-        rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
-        words = " ".join([self.method, *rate]).lower().replace("+", " plus")
-        return re.sub(r"(?:[^\w.]|_)+", "-", words).strip("-") or "row"
+        budget_words = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
+        title = " ".join([self.method, *budget_words]).lower().replace("+", " plus")
+        return re.sub(r"(?:[^\w.]|_)+", "-", title).strip("-") or "row"
 
 
 def digest(texts: Sequence[str]) -> str:
@@ -104,17 +104,24 @@ class AnswerFile(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, provenance: Provenance) -> "AnswerFile":
-        """Returns the file of a row in a folder with one folder per benchmark."""
+        """Returns the answer file with this provenance.
+
+        Args:
+            folder: folder of all answer files, with one subfolder per benchmark.
+            provenance: settings that determine the answers.
+        """
         return cls(folder / provenance.benchmark / f"{provenance.slug}.jsonl", provenance)
 
-    def part(self, number: int) -> Path:
+    def part(self, process_index: int) -> Path:
         """Returns the path that a process writes to; process 0 writes to the file itself."""
-        return self.path.with_suffix(f".part-{number}.jsonl") if number else self.path
+        if process_index == 0:
+            return self.path
+        return self.path.with_suffix(f".part-{process_index}.jsonl")
 
     def parts(self) -> list[Path]:
-        """Lists the existing files of this row: the file itself, then its parts."""
-        parts = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
-        return [path for path in (self.path, *parts) if path.is_file()]
+        """Lists the existing files with answers: the file itself, then parts of other processes."""
+        part_paths = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
+        return [path for path in (self.path, *part_paths) if path.is_file()]
 
 
 # Field of a line: the bound that the count of a learned stop is at.
@@ -151,12 +158,12 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Raises a UserError if an existing file has no provenance or a different one."""
+    """Raises a UserError if a file exists with another provenance or without a provenance."""
     if not file.parts():
         return
     has_provenance = file.provenance_path.is_file()
-    recorded = _flat(_read(file.provenance_path)) if has_provenance else {}
-    current = _flat(file.provenance)
+    recorded = _flatten(_read_provenance(file.provenance_path)) if has_provenance else {}
+    current = _flatten(file.provenance)
     changes = [
         f"{name}: {recorded.get(name)!r} -> {current.get(name)!r}"
         for name in sorted(recorded.keys() | current.keys())
@@ -172,7 +179,7 @@ def check_claim(file: AnswerFile) -> None:
 
 
 def claim(file: AnswerFile) -> None:
-    """Writes the provenance of a file, so that only runs with equal provenance add to the file.
+    """Writes the provenance of a file. Later runs with another provenance are then refused.
 
     Raises:
         ValueError: the file exists with another provenance.
@@ -182,114 +189,143 @@ def claim(file: AnswerFile) -> None:
     write_json(file.provenance_path, file.provenance._asdict())
 
 
-def _flat(provenance: Provenance) -> JsonObject:
-    """Returns the values of a provenance by name, including those in `made`."""
+def _flatten(provenance: Provenance) -> JsonObject:
+    """Returns the values of a provenance by name, with the values of `made` at the top level."""
     values = provenance._asdict()
     return values | values.pop("made")
 
 
-def _read(path: Path) -> Provenance:
-    """Reads a provenance."""
+def _read_provenance(path: Path) -> Provenance:
+    """Reads the provenance of an answer file; raises a UserError for another JSON object."""
     value = read_json_object(path)
-    is_valid = value.keys() == _FIELDS.keys()
-    is_valid = is_valid and all(type(value[name]) in kinds for name, kinds in _FIELDS.items())
-    if not is_valid or value["num_tokens"] < 1:
+    has_valid_types = value.keys() == _FIELDS.keys() and all(
+        type(value[name]) in types for name, types in _FIELDS.items()
+    )
+    if not has_valid_types or value["num_tokens"] < 1:
         raise UserError(f"{path} is not the provenance of an answer file")
     return Provenance(**value)
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
     """Returns the answer files in the folder of a benchmark, sorted by name."""
-    paths = sorted(folder.glob("*.json"))
-    files = [AnswerFile(path.with_suffix(".jsonl"), _read(path)) for path in paths]
+    provenance_paths = sorted(folder.glob("*.json"))
+    files = [
+        AnswerFile(path.with_suffix(".jsonl"), _read_provenance(path)) for path in provenance_paths
+    ]
     return [file for file in files if file.path.is_file()]
 
 
 def recover(path: Path) -> list[JsonObject]:
-    """Reads the lines of an answer file and removes an incomplete last line.
+    """Reads the lines of an answer file, and removes an incomplete last line from the file.
 
-    An interrupted run may leave a last line without a newline. `append` ends every line with one.
+    A complete line ends with a newline. An interrupted run may leave an incomplete line.
+
+    Args:
+        path: the file, which may not exist.
+
+    Returns:
+        The JSON objects of the complete lines.
+
+    Raises:
+        UserError: a complete line is not an answer.
     """
-    data = path.read_bytes() if path.is_file() else b""
-    complete_lines = data[: data.rfind(b"\n") + 1]
-    if complete_lines != data:
+    content = path.read_bytes() if path.is_file() else b""
+    complete_lines = content[: content.rfind(b"\n") + 1]
+    if complete_lines != content:
         replace_file(path, complete_lines)
-    lines = read_json_lines(path) if complete_lines.strip() else []
-    for place, value in lines:
+    records = read_json_lines(path) if complete_lines.strip() else []
+    for place, value in records:
         identity(value, "question_id", place)
         for name in ("prompt", "text"):
             field(value, name, place, lambda text: isinstance(text, str), "a text")
-    return [value for _, value in lines]
+    return [value for _, value in records]
 
 
 def find_unanswered(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
-    """Returns the numbers of the questions without an answer in a file.
+    """Returns the indices of the questions without an answer, and repairs the file.
 
-    Also merges the parts of the file and sorts its lines in the order of the questions. Only one
-    process may call this function, and no process may write at the same time. A question that
-    occurs twice needs two lines.
+    Repairing merges the parts of all processes into the file, drops repeated answers, and sorts the
+    lines in the order of the questions. Only one process may call this function, and no process may
+    write at the same time.
+
+    Args:
+        file: the answer file, which may not exist.
+        questions: questions of the benchmark. A question that occurs twice needs two lines.
 
     Raises:
         ValueError: a line answers another question.
     """
-    unanswered_numbers = defaultdict(list)  # by key of the question
-    for number, question in enumerate(questions):
-        unanswered_numbers[question.key].append(number)
-    lines: dict[int, JsonObject] = {}  # by number of the question
-    parts, num_lines = file.parts(), 0
-    for path in parts:
-        for value in recover(path):
+    unanswered_indices = defaultdict(list)  # by key of the question
+    for index, question in enumerate(questions):
+        unanswered_indices[question.key].append(index)
+    lines: dict[int, JsonObject] = {}  # by index of the question
+    part_paths, num_lines = file.parts(), 0
+    for path in part_paths:
+        for line in recover(path):
             num_lines += 1
-            key = str(value["question_id"]), value["prompt"]
-            if key not in unanswered_numbers:
+            key = str(line["question_id"]), line["prompt"]
+            if key not in unanswered_indices:
+                question_id, prompt = key
                 raise UserError(
-                    f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
-                    "this benchmark; move the file away"
+                    f"{path}: question {question_id!r} with the prompt {prompt[:60]!r} is not one "
+                    "of this benchmark; move the file away"
                 )
-            if unanswered_numbers[key]:  # the first of several answers counts
-                lines[unanswered_numbers[key].pop(0)] = value
-    sorted_numbers = sorted(lines)
-    if len(parts) > 1 or num_lines > len(lines) or list(lines) != sorted_numbers:
-        replace_file(file.path, b"".join(_encode(lines[number]) for number in sorted_numbers))
-        for path in parts:
+            if unanswered_indices[key]:  # the first of several answers counts
+                lines[unanswered_indices[key].pop(0)] = line
+    sorted_indices = sorted(lines)
+    is_unsorted = list(lines) != sorted_indices
+    if len(part_paths) > 1 or num_lines > len(lines) or is_unsorted:
+        replace_file(file.path, b"".join(_encode(lines[index]) for index in sorted_indices))
+        for path in part_paths:
             if path != file.path:
                 path.unlink()
-    return [number for number in range(len(questions)) if number not in lines]
+    return [index for index in range(len(questions)) if index not in lines]
 
 
 def append(path: Path, lines: Iterable[JsonObject]) -> None:
     """Appends lines to a file and flushes them to disk."""
-    with file_named(path), path.open("ab") as out:
+    with file_named(path), path.open("ab") as file:
         for line in lines:
-            out.write(_encode(line))
-        out.flush()
-        os.fsync(out.fileno())
+            file.write(_encode(line))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def answer_object(
-    file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
+    file: AnswerFile, question_index: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> JsonObject:
-    """Builds the JSON object of a line.
+    """Builds the JSON object of an answer.
 
     Args:
         file: the answer file.
-        number: number of the question.
+        question_index: index of the question in the benchmark.
         question: the question.
         line: the answer.
 
     Returns:
-        LLaVA's fields in LLaVA's order, followed by the fields of the answer.
+        LLaVA's fields in LLaVA's order, followed by `kept`, `ms` and `line.fields`.
     """
-    fields = dict(question.fields)
-    first_fields = {name: fields.pop(name) for name in ("round_id",) if name in fields}
-    value = {"question_id": question.question_id, **first_fields, "prompt": question.prompt}
-    value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
-    value |= {"model_id": file.provenance.model, "metadata": {}}
-    value |= {"kept": line.kept, "ms": None if line.ms is None else round(line.ms, 3)}
-    return value | line.fields
+    further_fields = dict(question.fields)
+    # LLaVA's files of MMBench have the field `round_id` after the id.
+    round_fields = {
+        name: further_fields.pop(name) for name in ("round_id",) if name in further_fields
+    }
+    return {
+        "question_id": question.question_id,
+        **round_fields,
+        "prompt": question.prompt,
+        "text": line.text,
+        **further_fields,
+        "answer_id": f"{file.path.stem}-{question_index}",
+        "model_id": file.provenance.model,
+        "metadata": {},
+        "kept": line.kept,
+        "ms": None if line.ms is None else round(line.ms, 3),
+        **line.fields,
+    }
 
 
-def _encode(value: JsonObject) -> bytes:
-    """Returns a line of JSON as bytes."""
+def _encode(line: JsonObject) -> bytes:
+    """Returns a JSON object as a line of bytes."""
     # An answer may contain an unpaired surrogate, which only ASCII escapes can express.
-    return json.dumps(value, ensure_ascii=True).encode() + b"\n"
+    return json.dumps(line, ensure_ascii=True).encode() + b"\n"

@@ -86,13 +86,14 @@ class Benchmark:
     def read_questions(
         self, root: str | Path, file: str = "", *, ocr: bool = True
     ) -> list[BenchmarkQuestion]:
-        """Reads the questions.
+        """Reads the questions of the benchmark, and checks that their images exist.
 
         Args:
-            root: folder of LLaVA's layout; for `folder` the data folder.
-            file: another question file, relative to the root: any of the benchmark's splits in the
-                same format, or, for VQAv2, the official questions of a split.
-            ocr: whether prompts keep their OCR tokens, as in LLaVA's evaluation on TextVQA.
+            root: folder of LLaVA's layout; for the benchmark `folder`, the data folder.
+            file: path of the question file relative to the root. It may be any split of the
+                benchmark in the format of the published file or, for VQAv2, in the official format.
+                "" selects the published file.
+            ocr: whether TextVQA's prompts keep their OCR tokens, as in LLaVA's evaluation.
 
         Returns:
             The questions in the order of the file, at least one.
@@ -102,9 +103,9 @@ class Benchmark:
             ValueError: the file is malformed; the message names file, line and field.
         """
         root = Path(root)
-        paths = [root / name for name in ([file] if file else self.question_files)]
-        path = next((path for path in paths if path.is_file()), paths[0])
-        layout.file(path, self.question_source)
+        candidates = [root / name for name in ([file] if file else self.question_files)]
+        path = next((path for path in candidates if path.is_file()), candidates[0])
+        layout.file(path, self.question_source)  # raises if no candidate exists
         questions = list(self.read(path, root / self.images))
         if not questions:
             raise UserError(f"{path}: expected at least one question, got none")
@@ -118,7 +119,7 @@ class Benchmark:
 
         Args:
             root: folder of LLaVA's layout.
-            answers: the answer file.
+            answers: path of the answer file.
 
         Returns:
             A grade from 0 to 1 for each line; None if the correct answer is unknown.
@@ -137,12 +138,16 @@ def grade_by_id(
     """Returns a grader that finds the correct answer by question id; see `Benchmark.make_grader`.
 
     Args:
-        truths: correct answer of each question, or other data that `judge` needs.
-        judge: `judge(text, truth)` grades an answer from 0 to 1.
+        truths: by question id, the correct answer or other data that `judge` needs.
+        judge: `judge(text, truth)` grades the text of an answer from 0 to 1.
     """
-    return lambda answer: (
-        float(judge(answer.text, truths[answer.id])) if answer.id in truths else None
-    )
+
+    def grade(answer: GivenAnswer) -> float | None:
+        if answer.id not in truths:
+            return None
+        return float(judge(answer.text, truths[answer.id]))
+
+    return grade
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:

@@ -9,7 +9,7 @@ from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, me
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.data.llava import read_questions
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.user_input import UserError
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
@@ -37,7 +37,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
     Args:
         root: data folder; `test.jsonl` and `test_answers.jsonl` are read.
-        answers: answer file.
+        answers: the answer file.
 
     Returns:
         The headline is the accuracy in percent over all questions. An unanswered question is
@@ -46,24 +46,29 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a malformed file, or no answer to any of the questions.
+        ValueError: a file is malformed, a question has no correct answer, or none of the questions
+            is answered.
     """
-    questions, truths, warnings = _by_id(Path(root) / QUESTIONS), _read_truths(Path(root)), []
-    kinds: dict[str, list[str]] = {}
-    for name, (place, row) in questions.items():
-        kind = words(row, "category", place) if "category" in row else "default"
-        require(name in truths, f"{place}: no answer to question {name!r} in {ANSWERS}")
-        kinds.setdefault(kind, []).append(name)
+    questions, truths = _records_by_id(Path(root) / QUESTIONS), _read_truths(Path(root))
+    ids_by_category: dict[str, list[str]] = {}
+    for question_id, (place, record) in questions.items():
+        category = words(record, "category", place) if "category" in record else "default"
+        if question_id not in truths:
+            raise UserError(f"{place}: no answer to question {question_id!r} in {ANSWERS}")
+        ids_by_category.setdefault(category, []).append(question_id)
+    warnings = []
     if num_unmatched := len(truths.keys() - questions.keys()):
         warnings.append(f"{num_unmatched:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
     answer_of = latest_answers(read_answers(answers), questions, warnings)
     is_correct = {
-        name: name in answer_of and is_right(answer_of[name].text, truths[name])
-        for name in questions
+        question_id: question_id in answer_of
+        and is_right(answer_of[question_id].text, truths[question_id])
+        for question_id in questions
     }
     parts = {
         "category": {
-            kind: mean_percent(is_correct[name] for name in kinds[kind]) for kind in sorted(kinds)
+            category: mean_percent(is_correct[question_id] for question_id in ids)
+            for category, ids in sorted(ids_by_category.items())
         },
         "questions": len(questions),
         "answered": len(answer_of),
@@ -71,22 +76,28 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(100 * (sum(is_correct.values()) / len(is_correct)), parts, warnings)
 
 
-def _by_id(path: Path) -> dict[str, Record]:
-    """Reads the objects of a file by question id; a repeated id is an error."""
+def _records_by_id(path: Path) -> dict[str, Record]:
+    """Reads the objects of a JSON Lines file by question id.
+
+    Raises:
+        UserError: two objects have the same id.
+    """
     records: dict[str, Record] = {}
     for record in read_json_lines(layout.file(path, _SOURCE)):
-        name = identity(record.value, "question_id", record.place)
-        if name in records:
-            place = f"was already given at {records[name].place}"
-            raise UserError(f'{record.place}: "question_id" {name!r} {place}')
-        records[name] = record
+        question_id = identity(record.value, "question_id", record.place)
+        if question_id in records:
+            raise UserError(
+                f'{record.place}: "question_id" {question_id!r} was already given at '
+                f"{records[question_id].place}"
+            )
+        records[question_id] = record
     return records
 
 
 def _read_truths(root: Path) -> dict[str, str]:
     """Reads the correct answers by question id."""
-    records = _by_id(root / ANSWERS).items()
-    return {name: words(row, "answer", place) for name, (place, row) in records}
+    records = _records_by_id(root / ANSWERS)
+    return {name: words(value, "answer", place) for name, (place, value) in records.items()}
 
 
 BENCHMARK = Benchmark(

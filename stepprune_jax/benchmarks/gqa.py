@@ -51,29 +51,32 @@ def normalize_prediction(text: str) -> str:
 
 
 def read_questions(path: Path) -> dict[str, GqaQuestion]:
-    """Reads the balanced questions of an official question file by id, in its order."""
-    fields = "isBalanced, question, answer, types, groups.global and semantic"
+    """Reads the balanced questions of an official question file by id, in the order of the file."""
+    expected_fields = "isBalanced, question, answer, types, groups.global and semantic"
     questions = {}
-    for name, record in read_json_object(path).items():
-        with layout.expected(f"{path}: question {name!r}", fields):
+    for question_id, record in read_json_object(path).items():
+        with layout.expected(f"{path}: question {question_id!r}", expected_fields):
             if record["isBalanced"]:
-                questions[name] = _question(record)
+                questions[question_id] = _question(record)
     if not questions:
         raise UserError(f"{path}: expected questions with isBalanced true, got none")
     return questions
 
 
 def _question(record: JsonObject) -> GqaQuestion:
-    """Extracts the fields that the official program reads from a record."""
+    """Extracts the fields that the official program reads from a question's JSON object."""
     group = record["groups"]["global"]
-    operations = [f"{part['operation']}: {part['argument']}" for part in record["semantic"]]
+    operations = [f"{step['operation']}: {step['argument']}" for step in record["semantic"]]
+    counted_operations = [
+        operation
+        for operation in operations
+        if not any(text in operation for text in _UNCOUNTED_OPERATIONS)
+    ]
     return GqaQuestion(
         answer=record["answer"],
         structural=str(record["types"]["structural"]),
         semantic=str(record["types"]["semantic"]),
-        steps=sum(
-            not any(text in operation for text in _UNCOUNTED_OPERATIONS) for operation in operations
-        ),
+        steps=len(counted_operations),
         words=len(record["question"].split()),
         group=None if group is None else str(group),
     )
@@ -82,8 +85,9 @@ def _question(record: JsonObject) -> GqaQuestion:
 def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
     """Measures how much the distributions of predictions and of correct answers differ.
 
-    For each group, the chi-square statistic compares the counts of predictions with the counts of
-    correct answers. A prediction that is correct for no question of its group does not count.
+    For each group of questions, the chi-square statistic is the sum over its correct answers a of
+    (p[a] - n[a])^2 / n[a], where p[a] and n[a] are the numbers of predictions and of correct
+    answers equal to a. A prediction that is correct for no question of its group has no term.
 
     Args:
         pairs: (group, correct answer, prediction) of each question that has a group.
@@ -96,11 +100,14 @@ def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
     for group, answer, prediction in pairs:
         true_counts[group][answer] += 1
         predicted_counts[group][prediction] += 1
-    weighted = sum(
-        counts.total() * sum((predicted_counts[group][a] - n) ** 2 / n for a, n in counts.items())
-        for group, counts in true_counts.items()
-    )
-    return weighted / sum(counts.total() for counts in true_counts.values()) / 100
+    weighted_sum, num_questions = 0.0, 0
+    for group, answer_counts in true_counts.items():
+        chi_square = sum(
+            (predicted_counts[group][answer] - n) ** 2 / n for answer, n in answer_counts.items()
+        )
+        weighted_sum += answer_counts.total() * chi_square
+        num_questions += answer_counts.total()
+    return weighted_sum / num_questions / 100
 
 
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
@@ -125,29 +132,45 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     if missing == "refuse":
         require_all(answers, questions, answer_of)
     predictions = [
-        (questions[name], normalize_prediction(answer.text)) for name, answer in answer_of.items()
+        (questions[question_id], normalize_prediction(answer.text))
+        for question_id, answer in answer_of.items()
     ]
-    accuracy, parts = _accuracies(predictions)
+    accuracy, parts = _compute_accuracies(predictions)
     return Score(accuracy, parts, warnings)
 
 
-def _accuracies(predictions: list[tuple[GqaQuestion, str]]) -> tuple[float, JsonObject]:
-    """Returns the accuracy over all questions, and the parts of `score`."""
+def _compute_accuracies(
+    predictions: list[tuple[GqaQuestion, str]],
+) -> tuple[float, JsonObject]:
+    """Computes the accuracy over all questions, and the parts of `score`.
+
+    Args:
+        predictions: pairs (question, normalized answer).
+    """
+    # For each property of a question and each of its values, whether the answers are correct.
     grades: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for question, prediction in predictions:
         is_correct = prediction == question.answer
         grades["kind"]["open" if question.structural == "query" else "binary"].append(is_correct)
-        for kind in ("structural", "semantic", "steps", "words"):
-            grades[kind][getattr(question, kind)].append(is_correct)
-    tables = {
-        kind: {str(name): mean_percent(values) for name, values in sorted(table.items())}
-        for kind, table in grades.items()
+        for name in ("structural", "semantic", "steps", "words"):
+            grades[name][getattr(question, name)].append(is_correct)
+    accuracies = {
+        name: {
+            str(value): mean_percent(value_grades)
+            for value, value_grades in sorted(grades_by_value.items())
+        }
+        for name, grades_by_value in grades.items()
     }
-    parts = {**tables.pop("kind"), **tables, "questions": len(predictions)}
-    pairs = [(q.group, q.answer, text) for q, text in predictions if q.group is not None]
+    parts = {**accuracies.pop("kind"), **accuracies, "questions": len(predictions)}
+    pairs = [
+        (question.group, question.answer, prediction)
+        for question, prediction in predictions
+        if question.group is not None
+    ]
     if pairs:
         parts["distribution"] = distribution(pairs)
-    return mean_percent([text == question.answer for question, text in predictions]), parts
+    overall = mean_percent([prediction == question.answer for question, prediction in predictions])
+    return overall, parts
 
 
 def _questions_path(root: str | Path) -> Path:

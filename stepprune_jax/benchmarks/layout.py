@@ -22,46 +22,60 @@ def file(path: Path, source: str) -> Path:
     return path
 
 
-def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
-    """Returns the entries of a list in a JSON file.
+def records(content: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
+    """Returns the values of a list in a JSON file, with their places.
 
     Args:
-        value: the JSON object of the file.
+        content: the JSON object of the file.
         field: name of the list.
         path: the file, for messages.
 
     Returns:
-        Pairs (place for messages, entry).
+        Pairs (place, value). The place is a text for messages: the file, the field, and the number
+        of the value.
+
+    Raises:
+        UserError: the field is not a list, or the list is empty.
     """
-    entries = value.get(field)
-    if not isinstance(entries, list) or not entries:
+    values = content.get(field)
+    if not isinstance(values, list) or not values:
         raise UserError(f'{path}: expected a list under "{field}"')
-    return [(f"{path}: {field} {number}", entry) for number, entry in enumerate(entries, start=1)]
+    return [(f"{path}: {field} {number}", value) for number, value in enumerate(values, start=1)]
 
 
 @contextlib.contextmanager
-def expected(place: str, what: str) -> Iterator[None]:
-    """Converts errors about missing fields or wrong types inside the context to UserErrors.
+def expected(place: str, description: str) -> Iterator[None]:
+    """Reports missing fields and wrong types of a JSON object as a UserError.
+
+    Inside the context, the object can be read without checks.
 
     Args:
-        place: file and number of the record.
-        what: description of the expected fields.
+        place: file and number of the object.
+        description: description of the expected fields.
     """
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{place}: expected {what} ({error!r})") from error
+        raise UserError(f"{place}: expected {description} ({error!r})") from error
 
 
-def size_warnings(what: str, count: int, published: int) -> list[str]:
-    """Returns a list of one warning if a list has another length than the published one."""
-    if count == published:
+def size_warnings(list_name: str, num_values: int, num_published: int) -> list[str]:
+    """Returns a warning, in a list, if a list has another length than the published list."""
+    if num_values == num_published:
         return []
-    return [f"{what}: {count:,} here, {published:,} in the published list"]
+    return [f"{list_name}: {num_values:,} here, {num_published:,} in the published list"]
 
 
 def write_submission(out: str | Path, content: bytes) -> None:
-    """Writes a submission atomically. An interrupted run leaves an earlier file unchanged."""
+    """Writes a submission atomically: an interruption leaves an earlier file unchanged.
+
+    Args:
+        out: path of the file. Its folder is created if needed.
+        content: bytes of the file.
+
+    Raises:
+        IsADirectoryError: `out` is a folder.
+    """
     out = Path(out)
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: expected the name of a file")

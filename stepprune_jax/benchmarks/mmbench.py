@@ -95,23 +95,27 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
         The text of each cell by column; None for a cell that pandas treats as empty.
 
     Raises:
-        ValueError: the file is malformed.
+        ValueError: the file is not tab-separated text in UTF-8, lacks a column, or has a row with a
+            repeated index or another number of cells than columns.
     """
-    old_limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the default limit
+    # The limit is global, so it is restored at the end. The cell of an image exceeds the default.
+    default_limit = csv.field_size_limit(2**31 - 1)
     seen_indices = set()
     try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.reader(lines, dialect="excel-tab")
-            names = next(reader, [])
-            if missing := [name for name in ("index", "question", "A", "B") if name not in names]:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, dialect="excel-tab")
+            columns = next(reader, [])
+            required_columns = ("index", "question", "A", "B")
+            if missing := [name for name in required_columns if name not in columns]:
                 raise UserError(f"{path}: line 1: expected a column {missing[0]}")
-            for fields in filter(None, reader):  # pandas also skips blank lines
-                cells = (None if field in _EMPTY else field for field in fields)
-                row = dict(zip(names, cells, strict=False))
+            for cells in filter(None, reader):  # pandas also skips blank lines
+                values = (None if cell in _EMPTY else cell for cell in cells)
+                row = dict(zip(columns, values, strict=False))
                 index = row.get("index") or ""
-                if len(fields) != len(names) or not index.isdecimal() or int(index) in seen_indices:
+                has_all_cells = len(cells) == len(columns)
+                if not has_all_cells or not index.isdecimal() or int(index) in seen_indices:
                     raise UserError(
-                        f"{path}: line {reader.line_num}: expected {len(names)} fields and an "
+                        f"{path}: line {reader.line_num}: expected {len(columns)} fields and an "
                         "index that no other line has: was the file truncated?"
                     )
                 seen_indices.add(int(index))
@@ -119,42 +123,64 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
     finally:
-        csv.field_size_limit(old_limit)
+        csv.field_size_limit(default_limit)
 
 
 def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
-    """Reads the questions of a file, including rotations and the images in its rows.
+    """Reads the questions of a file, including their rotations and images.
 
-    A number in the image column refers to the row with this index, as in VLMEvalKit. A message
-    consists of the hint, the question, and the options up to the first empty one.
+    The message to the model consists of the hint, the question, the options up to the first empty
+    one, and `instruction`.
 
     Args:
         path: the file.
         images: not used, because the file contains the images.
-        instruction: request for a letter. It is added to the message, but not to the stored prompt.
+        instruction: request for a letter. The stored prompt does not contain it.
+
+    Yields:
+        One question for each row of the file.
+
+    Raises:
+        UserError: a row has no question or no image.
     """
     rows = list(read_rows(path))
-    image_of_index = {str(int(row["index"])): row.get("image") or "" for row in rows}
+    image_cells = {str(int(row["index"])): row.get("image") or "" for row in rows}
     for row in rows:
-        cells = (row.get(letter) for letter in _SHOWN_LETTERS)
-        options = list(itertools.takewhile(_has_text, cells))
-        cell = row.get("image") or ""
-        cell = image_of_index.get(cell, "") if cell.isdecimal() else cell
-        try:
-            image = b"" if cell.isdecimal() else base64.b64decode(cell, validate=True)
-        except ValueError:
-            image = b""
+        option_cells = (row.get(letter) for letter in _SHOWN_LETTERS)
+        options = list(itertools.takewhile(_has_text, option_cells))
+        image = _decode_image(row.get("image") or "", image_cells)
         if not (image and _has_text(row["question"])):
             raise UserError(
                 f"{path}: index {row['index']}: expected a question, and an image in base64 or the "
                 "index of a row with one"
             )
         hint = row.get("hint")
+        hint_lines = [hint] if _has_text(hint) else []
         letters = list(_SHOWN_LETTERS[: len(options)])
         option_lines = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
-        prompt = "\n".join([*([hint] if _has_text(hint) else []), row["question"], *option_lines])
+        prompt = "\n".join([*hint_lines, row["question"], *option_lines])
         fields = {"round_id": 0, "options": options, "option_char": letters}
         yield BenchmarkQuestion(int(row["index"]), prompt + instruction, prompt, image, fields)
+
+
+def _decode_image(cell: str, image_cells: Mapping[str, str]) -> bytes:
+    """Returns the image file of a row.
+
+    Args:
+        cell: image in base64, or the index of a row with this image, as in VLMEvalKit.
+        image_cells: such cells by row index.
+
+    Returns:
+        The bytes of the file; empty if the cell contains neither of these.
+    """
+    if cell.isdecimal():
+        cell = image_cells.get(cell, "")
+        if cell.isdecimal():  # a reference to a row with another reference
+            return b""
+    try:
+        return base64.b64decode(cell, validate=True)
+    except ValueError:
+        return b""
 
 
 def _has_text(cell: str | None) -> bool:
@@ -178,15 +204,15 @@ def options_of(row: TsvRow) -> dict[str, str]:
 def option_letter(text: str, options: Mapping[str, str]) -> str | None:
     """Finds the chosen option as in VLMEvalKit's "exact matching", without a judge model.
 
-    Brackets and punctuation marks (except full-width marks) become blanks. The first rule that
-    applies decides:
+    Punctuation marks (except full-width marks) and brackets are replaced by blanks, and the text is
+    split into words. The first rule that applies decides:
 
-    1. Exactly one option letter occurs as a word, and it first occurs among the last four words:
-       this letter.
-    2. No option letter occurs as a word, but Z does: Z.
-    3. The text contains "answer is X" in any case, and X is an option: X.
-    4. The text is at most twice as long as all options together, and contains the text of exactly
-       one option in any case: the letter of this option.
+    1. Exactly one option letter is among the words, and its first occurrence is one of the last
+       four words. The result is this letter.
+    2. No option letter is among the words, but Z is. The result is Z.
+    3. The text contains "answer is X" in any case, and X is an option letter. The result is X.
+    4. The text is at most twice as long as the texts of all options together, and contains the text
+       of exactly one option in any case. The result is the letter of this option.
 
     Args:
         text: the answer.
@@ -207,12 +233,16 @@ def option_letter(text: str, options: Mapping[str, str]) -> str | None:
     lower_text = text.lower()
     if len(lower_text) > 2 * sum(len(option) for option in options.values()):
         return None
-    contained = [letter for letter, option in options.items() if option.lower() in lower_text]
-    return contained[0] if len(contained) == 1 else None
+    matching_letters = [
+        letter for letter, option in options.items() if option.lower() in lower_text
+    ]
+    return matching_letters[0] if len(matching_letters) == 1 else None
 
 
 def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) -> Score:
     """Scores answers to the dev split by circular accuracy.
+
+    A question counts as correct if all rows with rotations of its options are answered correctly.
 
     Args:
         root: folder of LLaVA's layout.
@@ -226,43 +256,66 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
         `one_round_letter_only`, which ignore rotations and are not published; and the numbers of
         `questions` and `rows`.
     """
-    table, warnings = _read_dev(root, edition), []
-    answer_of = latest_answers(_read_first_round(answers), table, warnings, f"; {_advise(edition)}")
-    rotations = defaultdict(list)  # row indices by question
-    for name in sorted(table, key=int):
-        rotations[int(name) % ROTATION].append(name)
-    texts = {name: answer.text for name, answer in answer_of.items()}
-    is_correct = {name: _is_correct(text, table[name]) for name, text in texts.items()}
-    is_exact_letter = {name: text == table[name]["answer"] for name, text in texts.items()}
+    rows, warnings = _read_dev(root, edition), []
+    answer_of = latest_answers(_read_first_round(answers), rows, warnings, f"; {_advise(edition)}")
+    rotations = _group_rotations(rows)
+    texts = {index: answer.text for index, answer in answer_of.items()}
+    is_correct = {index: _is_correct(text, rows[index]) for index, text in texts.items()}
+    is_exact_letter = {index: text == rows[index]["answer"] for index, text in texts.items()}
 
-    def grade_rotations(grades: Mapping[str, bool]) -> list[bool]:
-        return [all(grades.get(name, False) for name in names) for names in rotations.values()]
+    def grade_rotations(is_right: Mapping[str, bool]) -> list[bool]:
+        return [all(is_right.get(index, False) for index in indices) for indices in rotations]
 
-    def grade_first_rows(grades: Mapping[str, bool]) -> list[bool]:
-        return [grades.get(names[0], False) for names in rotations.values()]
+    def grade_first_rows(is_right: Mapping[str, bool]) -> list[bool]:
+        return [is_right.get(indices[0], False) for indices in rotations]
 
     circular_grades = grade_rotations(is_correct)
-    parts: JsonObject = {}
-    for column in ("category", "l2-category"):
-        grades_by_kind = defaultdict(list)
-        for names, grade in zip(rotations.values(), circular_grades, strict=True):
-            grades_by_kind[table[names[0]].get(column)].append(grade)
-        grades_by_kind.pop(None, None)
-        parts[column] = {
-            kind: mean_percent(grades) for kind, grades in sorted(grades_by_kind.items())
-        }
+    first_rows = [rows[indices[0]] for indices in rotations]
+    parts: JsonObject = {
+        column: _accuracy_by_category(first_rows, circular_grades, column)
+        for column in ("category", "l2-category")
+    }
     parts |= {
         "letter_only": mean_percent(grade_rotations(is_exact_letter)),
         "one_round": mean_percent(grade_first_rows(is_correct)),
         "one_round_letter_only": mean_percent(grade_first_rows(is_exact_letter)),
         "questions": len(rotations),
-        "rows": len(table),
+        "rows": len(rows),
     }
     if edition.size is not None:
         num_rows, num_questions = edition.size
-        warnings += layout.size_warnings(f"{edition.dev}, rows", len(table), num_rows)
+        warnings += layout.size_warnings(f"{edition.dev}, rows", len(rows), num_rows)
         warnings += layout.size_warnings(f"{edition.dev}, questions", len(rotations), num_questions)
     return Score(mean_percent(circular_grades), parts, warnings)
+
+
+def _group_rotations(indices: Iterable[str]) -> list[list[str]]:
+    """Groups the indices of rows by question, each group in ascending order."""
+    indices_of_question = defaultdict(list)
+    for index in sorted(indices, key=int):
+        indices_of_question[int(index) % ROTATION].append(index)
+    return list(indices_of_question.values())
+
+
+def _accuracy_by_category(
+    rows: Sequence[TsvRow], grades: Sequence[bool], column: str
+) -> dict[str, float]:
+    """Returns the accuracy in percent for each value of a column, sorted by value.
+
+    Args:
+        rows: one row per question.
+        grades: whether each question is answered correctly.
+        column: the column. Rows with an empty cell are skipped.
+    """
+    grades_by_category = defaultdict(list)
+    for row, grade in zip(rows, grades, strict=True):
+        category = row.get(column)
+        if category is not None:
+            grades_by_category[category].append(grade)
+    return {
+        category: mean_percent(category_grades)
+        for category, category_grades in sorted(grades_by_category.items())
+    }
 
 
 def _is_correct(text: str, row: TsvRow) -> bool:
@@ -284,35 +337,62 @@ def _advise(edition: Edition) -> str:
 
 
 def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
-    """Reads the rows of the dev file by index, and checks that they have correct answers."""
+    """Reads the rows of the dev file by index.
+
+    Args:
+        root: folder of LLaVA's layout.
+        edition: the edition.
+
+    Raises:
+        UserError: a row has no correct answer, as in the test files.
+    """
     path = _find_files(root, edition, edition.dev)[0]
-    table = _rows_by_index(path)
-    for index, row in table.items():
+    rows = _rows_by_index(path)
+    for index, row in rows.items():
         if row.get("answer") is None:
             raise UserError(
                 f"{path}: index {index}: no letter in a column answer; {_advise(edition)}"
             )
-    return table
-
-
-def _read_first_round(answers: str | Path) -> list[GivenAnswer]:
-    """Reads an answer file, and refuses answers to the rotations of LLaVA's program.
-
-    In those rotations, a letter means another option than in the row of the question file.
-    """
-    rows = read_answers(answers)
-    for row in rows:
-        if row.fields.get("round_id", 0) != 0:
-            raise UserError(
-                f"{row.place}: expected round_id 0, got {row.fields['round_id']!r}: the file was "
-                "written with --all-rounds, which is not used here (the rotations are rows of the "
-                "question file)"
-            )
     return rows
 
 
+def _read_first_round(answers: str | Path) -> list[GivenAnswer]:
+    """Reads an answer file, and refuses answers to rotations that LLaVA's program generated.
+
+    LLaVA's program can rotate the options of a row itself. It numbers the rotations by `round_id`,
+    starting at 0. In a later round, a letter means another option than in the row of the file.
+
+    Args:
+        answers: path of the answer file.
+
+    Returns:
+        The lines in the order of the file.
+
+    Raises:
+        UserError: a line has another `round_id` than 0.
+    """
+    lines = read_answers(answers)
+    for line in lines:
+        round_id = line.fields.get("round_id", 0)
+        if round_id != 0:
+            raise UserError(
+                f"{line.place}: expected round_id 0, got {round_id!r}: the file was written with "
+                "--all-rounds, which is not used here (the rotations are rows of the question file)"
+            )
+    return lines
+
+
 def _find_files(root: str | Path, edition: Edition, *names: str) -> list[Path]:
-    """Returns the existing files among `names`, and raises a FileNotFoundError if none exists."""
+    """Returns the existing files of an edition.
+
+    Args:
+        root: folder of LLaVA's layout.
+        edition: the edition. A file may be in any of its folders; the first folder counts.
+        *names: names of the files.
+
+    Raises:
+        FileNotFoundError: none of the files exists.
+    """
     paths = []
     for name in names:
         candidates = (Path(root) / folder / name for folder in edition.folders)
@@ -329,30 +409,32 @@ def convert(
 ) -> list[str]:
     """Writes a submission to the server, an Excel sheet.
 
-    The sheet has the rows of the dev or test file that contains most of the answered rows. A row
-    has its last answer in the column "prediction", which is empty for an unanswered row. The
-    columns hint, category, l2-category, source, image and comment are omitted.
+    The sheet has the rows of one question file: the dev or test file with most of the answered
+    rows. The column "prediction" has the last answer to each row; unanswered rows have an empty
+    cell.
+    The columns hint, category, l2-category, source, image and comment are omitted.
 
     Args:
         root: folder of LLaVA's layout.
         answers: the answer file.
-        out: the sheet.
+        out: path of the sheet.
         edition: the edition.
 
     Returns:
         Warnings about repeated, unknown and missing answers.
     """
-    rows, warnings = _read_first_round(answers), []
-    answered_ids = {row.id for row in rows}
-    tables = map(_rows_by_index, _find_files(root, edition, edition.dev, *edition.test))
-    table = max(tables, key=lambda table: len(answered_ids & table.keys()))
-    answer_of = latest_answers(rows, table, warnings)
-    columns = [column for column in next(iter(table.values())) if column not in _OMITTED_COLUMNS]
+    lines, warnings = _read_first_round(answers), []
+    answered_indices = {line.id for line in lines}
+    question_files = map(_rows_by_index, _find_files(root, edition, edition.dev, *edition.test))
+    rows = max(question_files, key=lambda file_rows: len(answered_indices & file_rows.keys()))
+    answer_of = latest_answers(lines, rows, warnings)
+    first_row = next(iter(rows.values()))
+    columns = [column for column in first_row if column not in _OMITTED_COLUMNS]
     columns.insert(_PREDICTION_COLUMN, "prediction")
     sheet = [columns]
-    for name, row in table.items():
-        text = answer_of[name].text if name in answer_of else None
-        cells = {**row, "index": int(name), "prediction": text}
+    for index, row in rows.items():
+        prediction = answer_of[index].text if index in answer_of else None
+        cells = {**row, "index": int(index), "prediction": prediction}
         sheet.append([cells[column] for column in columns])
     layout.write_submission(out, xlsx(sheet))
     return warnings
@@ -363,28 +445,32 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
-    """Returns an Excel workbook with one sheet of these rows.
+    """Returns the bytes of an Excel workbook with one sheet.
 
-    Characters that XML cannot hold are dropped, and a text is truncated to the 32,767 characters of
-    a cell. Readers treat each line end as a newline, as in the sheets of LLaVA's program.
+    Characters that XML cannot represent are dropped, and a text is truncated to 32,767 characters,
+    the limit of a cell. Readers treat each line end as a newline, as in the sheets of LLaVA's
+    program.
+
+    Args:
+        rows: values of the cells.
     """
     # Only submissions need this optional package.
     from openpyxl import Workbook
     from openpyxl.cell import WriteOnlyCell
 
-    book = Workbook(write_only=True)
-    sheet = book.create_sheet("Sheet1")
+    workbook = Workbook(write_only=True)
+    sheet = workbook.create_sheet("Sheet1")
 
     for row in rows:
-        texts = [_NOT_XML.sub("", cell) if isinstance(cell, str) else cell for cell in row]
-        cells = [WriteOnlyCell(sheet, text) for text in texts]
+        values = [_NOT_XML.sub("", value) if isinstance(value, str) else value for value in row]
+        cells = [WriteOnlyCell(sheet, value) for value in values]
         for cell in cells:
             if cell.data_type in "fe":  # openpyxl reads "=1+1" as a formula and "#N/A" as an error
                 cell.data_type = "s"
         sheet.append(cells)
-    content = io.BytesIO()
-    book.save(content)
-    return content.getvalue()
+    buffer = io.BytesIO()
+    workbook.save(buffer)
+    return buffer.getvalue()
 
 
 def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:

@@ -80,53 +80,57 @@ def parse_yes_no(text: str) -> str:
     """Parses an answer as MME's program does, by its first four characters.
 
     Returns:
-        "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise "other",
-        which is always wrong.
+        "yes" if the characters contain yes in any case, otherwise "no" if they contain no in any
+        case, otherwise "other", which is always wrong.
     """
     start = text.lower()[:4]
     return next((word for word in ("yes", "no") if word in start), "other")
 
 
 def on_one_line(text: str) -> str:
-    """Removes tabs and newlines around an answer, and replaces those inside by blanks."""
-    return "".join(" " if mark in "\t\r\n" else mark for mark in text.strip("\t\r\n"))
+    """Removes tabs and newlines around an answer, and replaces others by blanks."""
+    stripped = text.strip("\t\r\n")
+    return "".join(" " if character in "\t\r\n" else character for character in stripped)
 
 
 def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Score:
-    """Scores answers to MME. Their `prompt` distinguishes the two questions of an image.
+    """Scores answers to MME.
+
+    Each image has two questions. The score of a task is 100 times (fraction of correct answers +
+    fraction of images with two correct answers).
 
     Args:
         root: folder of LLaVA's layout.
-        answers: the answer file.
+        answers: the answer file. The field `prompt` distinguishes the two questions of an image.
         pairs: "image" pairs the two answers to an image. "position" pairs consecutive answers of a
             task, as the official program does.
 
     Returns:
-        The headline is perception + cognition, at most 2,800. A task's score is 100 times (fraction
-        of correct answers + fraction of images with two correct answers). Parts: the two sums; the
-        score, accuracies, and number of answers that are neither yes nor no of each task; and
-        `by_position`, the two sums with the official pairs, or None if a task has an odd number of
-        answers.
+        The headline is perception + cognition, two sums of task scores, at most 2,800. Parts: the
+        two sums; the score, accuracies, and number of answers that are neither yes nor no of each
+        task; and `by_position`, the two sums with the official pairs, or None if a task has an odd
+        number of answers.
     """
     release = _read_release(Path(root) / "MME")
-    rows = _match_release(read_answers(answers), release)
+    named_answers = _match_release(read_answers(answers), release)
     warnings = layout.size_warnings(f"{RELEASE}, questions", len(release), QUESTIONS)
-    answer_of = latest_answers(rows, release, warnings)
-    by_image = _parts(_image_pairs(_make_lines(answer_of.values(), release)))
-    position = _consecutive_pairs(_make_lines(rows, release))
-    by_position = None if position is None else _parts(position)
+    answer_of = latest_answers(named_answers, release, warnings)
+    by_image = _compute_parts(_image_pairs(_make_lines(answer_of.values(), release)))
+    consecutive_pairs = _consecutive_pairs(_make_lines(named_answers, release))
+    by_position = None if consecutive_pairs is None else _compute_parts(consecutive_pairs)
     if by_position != by_image:
-        total = "nothing" if by_position is None else f"{_total(by_position):.2f}"
+        official_total = "nothing" if by_position is None else f"{_total(by_position):.2f}"
         warnings.append(
             "the two answers to an image do not always follow each other: the official program, "
-            f"which takes consecutive lines, would print {total}, by image it is "
+            f"which takes consecutive lines, would print {official_total}, by image it is "
             f"{_total(by_image):.2f}"
         )
     if pairs == "position" and by_position is None:
         raise UserError(f"{answers}: a task has an odd number of answers: no pairs by position")
     parts = {"image": by_image, "position": by_position}[pairs]
-    sums = ("perception", "cognition")
-    position_sums = None if by_position is None else {name: by_position[name] for name in sums}
+    position_sums = None
+    if by_position is not None:
+        position_sums = {name: by_position[name] for name in ("perception", "cognition")}
     counts = {"questions": len(release), "answered": len(answer_of)}
     return Score(_total(parts), {**parts, "by_position": position_sums, **counts}, warnings)
 
@@ -154,32 +158,47 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]
         out: folder of the text files; created if needed.
 
     Returns:
-        No warnings.
+        An empty list: there are no warnings.
 
     Raises:
-        ValueError: a task or a question of an image has no answer. Nothing is written.
+        ValueError: a task has no answer, or only one question of an image has an answer. Nothing is
+            written.
     """
     release = _read_release(Path(root) / "MME")
-    rows = _match_release(read_answers(answers), release)
-    answer_of = latest_answers(rows, release, [])
-    answered_ids = dict.fromkeys(row.id for row in rows if row.id in answer_of)
-    pairs = _image_pairs(_make_lines([answer_of[name] for name in answered_ids], release))
+    named_answers = _match_release(read_answers(answers), release)
+    answer_of = latest_answers(named_answers, release, [])
+    # Names in the order of their first answers; `answer_of` is in the order of the release.
+    answered_names = dict.fromkeys(answer.id for answer in named_answers if answer.id in answer_of)
+    pairs = _image_pairs(_make_lines([answer_of[name] for name in answered_names], release))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    for task, images in pairs.items():
+    for task, task_pairs in pairs.items():
         lines = [
             "\t".join((line.question.file, line.question.text, line.question.truth, line.answer))
-            for image in images
-            for line in image
+            for pair in task_pairs
+            for line in pair
         ]
-        # An answer may contain an unpaired surrogate, which UTF-8 cannot encode.
         text = "".join(f"{line}\n" for line in lines)
+        # An answer may contain an unpaired surrogate, which UTF-8 cannot encode.
         (out / f"{task}.txt").write_bytes(text.encode("utf-8", "replace"))
     return []
 
 
 def _read_release(folder: Path) -> dict[str, MmeQuestion]:
-    """Reads all questions by name, from the text files of all tasks."""
+    """Reads the questions of all tasks from MME's release.
+
+    The text files of a task are in the task's folder, or in its subfolder "questions_answers_YN".
+
+    Args:
+        folder: folder that contains the release.
+
+    Returns:
+        The questions by `_name`.
+
+    Raises:
+        FileNotFoundError: a task has no text files.
+        UserError: a file is malformed.
+    """
     release = {}
     for task in (*PERCEPTION, *COGNITION):
         task_folder = folder / RELEASE / task
@@ -195,44 +214,62 @@ def _read_release(folder: Path) -> dict[str, MmeQuestion]:
 
 
 def _name(task: str, file: str, text: str) -> str:
-    """Returns a unique name of a question. File names are only unique within a task."""
+    """Returns a unique name of a question. Different tasks have files with equal names."""
     return f"{task}/{file}: {text}"
 
 
 def _read_questions(file: Path) -> list[tuple[str, str]]:
-    """Reads the two questions of an image, each with "Yes" or "No"."""
+    """Reads the two questions of an image.
+
+    Args:
+        file: a text file of the release. Its two lines have a question, a tab, and "Yes" or "No".
+
+    Returns:
+        Two pairs (question, correct answer).
+    """
     lines = read_text(file).rstrip("\n").split("\n")
     matches = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
-    pairs = [(match[1], match[2]) for match in matches if match]
-    if not len(pairs) == len(lines) == 2:
+    questions = [(match[1], match[2]) for match in matches if match]
+    if not len(questions) == len(lines) == 2:
         raise UserError(f"{file}: expected two lines, each a question, a tab and Yes or No")
-    return pairs
+    return questions
 
 
 def _match_release(
     answers: list[GivenAnswer], release: dict[str, MmeQuestion]
 ) -> list[GivenAnswer]:
-    """Replaces the ids of answers by the names of their questions in the release.
+    """Replaces the ids of answers, which name an image, by the names of their questions.
 
-    An answer to an unknown question keeps its id.
+    Args:
+        answers: answers of LLaVA's format: the id is "TASK/IMAGE", and the prompt is the question,
+            with LLaVA's request for a short answer and usually without MME's request.
+        release: questions by `_name`.
+
+    Returns:
+        The answers. An answer to an unknown question keeps its id.
     """
-    rows = []
+    named_answers = []
     for answer in answers:
         path = answer.id.split("/")
-        file = path[-1].split(".")[0] + ".txt"
+        task, file = path[0], path[-1].split(".")[0] + ".txt"
         text = answer.prompt.replace(WORD_OR_PHRASE.strip(), "").strip()
         # Some questions of the release have two blanks before the request.
         endings = ("",) if _REQUEST.strip() in text else (_REQUEST, " " + _REQUEST)
-        names = (_name(path[0], file, text + ending) for ending in endings)
-        name = next((name for name in names if name in release), answer.id)
-        rows.append(answer._replace(id=name))
-    return rows
+        names = (_name(task, file, text + ending) for ending in endings)
+        matching_name = next((name for name in names if name in release), answer.id)
+        named_answers.append(answer._replace(id=matching_name))
+    return named_answers
 
 
 def _make_lines(
     answers: Iterable[GivenAnswer], release: dict[str, MmeQuestion]
 ) -> list[OfficialLine]:
-    """Converts answers to questions of the release to lines of the official files."""
+    """Converts answers to lines of the official files; skips answers to unknown questions.
+
+    Args:
+        answers: answers whose ids are names of questions, from `_match_release`.
+        release: questions by name.
+    """
     return [
         OfficialLine(release[answer.id], on_one_line(answer.text))
         for answer in answers
@@ -243,63 +280,74 @@ def _make_lines(
 def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]]:
     """Groups lines by task and image.
 
+    Args:
+        lines: lines of all tasks, in any order.
+
     Returns:
-        The pairs of each task.
+        By task, a list of two lines for each image.
 
     Raises:
         ValueError: a task has no line, or an image has only one.
     """
-    names = (*PERCEPTION, *COGNITION)
-    tasks: dict[str, dict[str, list[OfficialLine]]] = {task: {} for task in names}
+    lines_by_task: dict[str, dict[str, list[OfficialLine]]] = {
+        task: {} for task in (*PERCEPTION, *COGNITION)
+    }
     for line in lines:
-        tasks[line.question.task].setdefault(line.question.file, []).append(line)
-    for task, images in tasks.items():
-        if not images:
+        lines_by_task[line.question.task].setdefault(line.question.file, []).append(line)
+    for task, lines_by_file in lines_by_task.items():
+        if not lines_by_file:
             raise UserError(f"no answer to a question of task {task}")
-        for file, pair in images.items():
+        for file, pair in lines_by_file.items():
             if len(pair) != 2:
                 raise UserError(
                     f"{task}/{file}: one of the two questions is answered, the other is not: "
                     f"answer both (answered: {pair[0].question.text!r})"
                 )
-    return {task: list(images.values()) for task, images in tasks.items()}
+    return {task: list(by_file.values()) for task, by_file in lines_by_task.items()}
 
 
 def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]] | None:
     """Groups consecutive lines of each task into pairs, as the official program does.
 
+    Args:
+        lines: lines of all tasks, in the order of the answer file.
+
     Returns:
-        The pairs of each task, or None if a task has an odd number of lines.
+        By task, the pairs of lines; None if a task has an odd number of lines.
     """
-    tasks: dict[str, list[OfficialLine]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
+    lines_by_task: dict[str, list[OfficialLine]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
     for line in lines:
-        tasks[line.question.task].append(line)
-    if any(len(rows) % 2 for rows in tasks.values()):
+        lines_by_task[line.question.task].append(line)
+    if any(len(task_lines) % 2 for task_lines in lines_by_task.values()):
         return None
     return {
-        task: [rows[start : start + 2] for start in range(0, len(rows), 2)]
-        for task, rows in tasks.items()
+        task: [task_lines[start : start + 2] for start in range(0, len(task_lines), 2)]
+        for task, task_lines in lines_by_task.items()
     }
 
 
-def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
-    """Returns the figures of each task and the two sums."""
-    tasks = {}
-    for task, images in pairs.items():
-        lines = [line for image in images for line in image]
+def _compute_parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
+    """Computes the figures of each task, and the sums of the two groups of tasks.
+
+    Args:
+        pairs: by task, the pairs of lines that are treated as the two answers to an image.
+    """
+    figures = {}
+    for task, task_pairs in pairs.items():
+        lines = [line for pair in task_pairs for line in pair]
         accuracy = 100 * sum(line.is_correct for line in lines) / len(lines)
-        num_correct_images = sum(all(line.is_correct for line in image) for image in images)
-        accuracy_plus = 100 * num_correct_images / len(images)
-        tasks[task] = {
+        num_correct_pairs = sum(all(line.is_correct for line in pair) for pair in task_pairs)
+        accuracy_plus = 100 * num_correct_pairs / len(task_pairs)
+        figures[task] = {
             "score": accuracy + accuracy_plus,
             "accuracy": accuracy,
             "accuracy_plus": accuracy_plus,
             "neither_yes_nor_no": sum(parse_yes_no(line.answer) == "other" for line in lines),
         }
     return {
-        "perception": sum(tasks[task]["score"] for task in PERCEPTION),
-        "cognition": sum(tasks[task]["score"] for task in COGNITION),
-        **tasks,
+        "perception": sum(figures[task]["score"] for task in PERCEPTION),
+        "cognition": sum(figures[task]["score"] for task in COGNITION),
+        **figures,
     }
 
 

@@ -1,7 +1,8 @@
-"""POPE: is the object in the image? Yes or no, in three splits that differ in the absent objects.
+"""POPE: yes-or-no questions about the presence of objects, in three splits.
 
-The official program joins answers and labels by their position in the files. Here both are
-joined by question; the figures of the official join are also reported.
+The splits differ in how absent objects were chosen. The official program matches answers and labels
+by their position in the files. Here both are matched by question. The figures of the official
+matching are also reported.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,13 @@ _NO = frozenset(("No", "no", "not"))
 
 
 class _Question(NamedTuple):
-    """A question of LLaVA's list with its label: whether the object is present."""
+    """A question of LLaVA's list with its label.
+
+    Attributes:
+        id: id of the question.
+        split: name of the split, a key of `SPLITS`.
+        label: whether the object is in the image.
+    """
 
     id: str
     split: str
@@ -65,11 +72,11 @@ class Counts(NamedTuple):
 
 
 def says_yes(text: str) -> bool:
-    """Reads an answer as POPE's program does.
+    """Returns whether POPE's program reads an answer as "yes".
 
     Only the text before the first full stop counts. Commas are deleted, and the text is split at
     single blanks. A word that is exactly `No`, `no` or `not` makes the answer a no. Every other
-    answer is a yes, also the empty one.
+    answer is a yes, including the empty answer.
     """
     return _NO.isdisjoint(text.partition(".")[0].replace(",", "").split(" "))
 
@@ -80,20 +87,21 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
     Args:
         root: folder of LLaVA's layout.
         answers: the answer file.
-        join: "question" finds the label of an answer by its id. "position" finds it by the position
-            of the answer among the answers of its split, as the official program does.
+        join: "question" finds the label of an answer by its question id. "position" finds the label
+            by the position of the answer among the answers of its split, as the official program
+            does.
 
     Returns:
         The headline is 100 times the mean of the F1 scores of the three splits. Parts: accuracy,
         precision, recall, F1 and yes ratio of each split, the mean accuracy, the F1 over all
-        splits, and under `by_position` the means of the official join.
+        splits, and under `by_position` the means of the official matching.
     """
     folder = Path(root) / "pope"
-    rows = read_answers(answers)
+    lines = read_answers(answers)
     questions, warnings = _read_questions(folder)
-    answer_of = latest_answers(rows, questions, warnings)
-    by_question = _parts(_join_by_question(answer_of, questions))
-    by_position = _parts(_join_by_position(rows, questions))
+    answer_of = latest_answers(lines, questions, warnings)
+    by_question = _compute_parts(_join_by_question(answer_of, questions))
+    by_position = _compute_parts(_join_by_position(lines, questions))
     if by_question != by_position:
         warnings.append(
             "the answers are not one for one in the order of the questions: by position, as the "
@@ -124,113 +132,157 @@ def _percent(count: int, total: int) -> float:
     return 100 * count / total if total else 0.0
 
 
-def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
-    """Counts pairs of prediction and label by outcome."""
+def _count_outcomes(pairs: Iterable[tuple[bool, bool]]) -> Counts:
+    """Counts pairs (prediction, label) by outcome."""
     pairs = list(pairs)
-    outcomes = ((True, True), (True, False), (False, False), (False, True))
-    return Counts(*(pairs.count(outcome) for outcome in outcomes))
+    return Counts(
+        tp=pairs.count((True, True)),
+        fp=pairs.count((True, False)),
+        tn=pairs.count((False, False)),
+        fn=pairs.count((False, True)),
+    )
 
 
 def _join_by_question(
-    answers: dict[str, GivenAnswer], questions: dict[str, _Question]
+    answer_of: dict[str, GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts the outcomes of each split. Labels are found by question."""
+    """Compares each answer with the label of its question.
+
+    Args:
+        answer_of: answers by question id.
+        questions: questions by id.
+
+    Returns:
+        Numbers of outcomes by split.
+    """
     return {
-        split: _count(
-            (says_yes(answer.text), questions[name].label)
-            for name, answer in answers.items()
-            if questions[name].split == split
+        split: _count_outcomes(
+            (says_yes(answer.text), questions[question_id].label)
+            for question_id, answer in answer_of.items()
+            if questions[question_id].split == split
         )
         for split in SPLITS
     }
 
 
 def _join_by_position(
-    rows: list[GivenAnswer], questions: dict[str, _Question]
+    lines: list[GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts the outcomes of each split. The n-th answer is compared with the n-th label."""
-    predictions = {split: [] for split in SPLITS}
-    for row in rows:
-        if row.id in questions:
-            predictions[questions[row.id].split].append(says_yes(row.text))
-    labels = {split: [q.label for q in questions.values() if q.split == split] for split in SPLITS}
+    """Compares the n-th answer of each split with the n-th label, as the official program does.
+
+    Args:
+        lines: answers in the order of the file. Answers to unknown questions are skipped.
+        questions: questions by id, in the order of the labels.
+
+    Returns:
+        Numbers of outcomes by split.
+    """
+    predictions, labels = {split: [] for split in SPLITS}, {split: [] for split in SPLITS}
+    for line in lines:
+        if line.id in questions:
+            predictions[questions[line.id].split].append(says_yes(line.text))
+    for question in questions.values():
+        labels[question.split].append(question.label)
     # As in the official program, answers beyond the last label are dropped.
-    return {split: _count(zip(predictions[split], labels[split], strict=False)) for split in SPLITS}
+    return {
+        split: _count_outcomes(zip(predictions[split], labels[split], strict=False))
+        for split in SPLITS
+    }
 
 
-def _parts(counts: dict[str, Counts]) -> dict[str, object]:
-    """Returns the figures of each split and their means."""
-    for split, count in counts.items():
-        if not sum(count):
+def _compute_parts(counts: dict[str, Counts]) -> dict[str, object]:
+    """Computes the figures of each split, their means, and the F1 over all splits.
+
+    Args:
+        counts: numbers of outcomes by split.
+
+    Raises:
+        UserError: a split has no answers.
+    """
+    for split, split_counts in counts.items():
+        if not sum(split_counts):
             raise UserError(f"no answer to a question of split {split} of {QUESTIONS}")
-    figures = {split: count.figures() for split, count in counts.items()}
-    pooled = Counts(*(sum(column) for column in zip(*counts.values(), strict=True)))
+    figures = {split: split_counts.figures() for split, split_counts in counts.items()}
+    pooled_counts = Counts(*(sum(column) for column in zip(*counts.values(), strict=True)))
     return {
         "mean_f1": sum(f["f1"] for f in figures.values()) / len(figures),
         "mean_accuracy": sum(f["accuracy"] for f in figures.values()) / len(figures),
-        "pooled_f1": pooled.figures()["f1"],
+        "pooled_f1": pooled_counts.figures()["f1"],
         **figures,
     }
 
 
 def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
-    """Reads the question file and the annotations.
+    """Reads the question file, and joins each question with its label in the annotations.
+
+    Args:
+        folder: folder of the benchmark.
 
     Returns:
-        The questions by id in the order of the annotations, and warnings.
+        The questions by id in the order of the annotations, and warnings about splits of another
+        size than published.
     """
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
-    rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
+    ids_by_split: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
     seen_ids: set[str] = set()
-    for place, row in read_json_lines(path):
-        split = field(row, "category", place, (*rows,).__contains__, f"one of {', '.join(rows)}")
-        name = identity(row, "question_id", place)
-        if name in seen_ids:
-            raise UserError(f'{place}: "question_id" {name!r} is also the id of another question')
-        seen_ids.add(name)
-        rows[split][_key(row, place)] = name
+    for place, record in read_json_lines(path):
+        split = field(record, "category", place, SPLITS.__contains__, f"one of {', '.join(SPLITS)}")
+        question_id = identity(record, "question_id", place)
+        if question_id in seen_ids:
+            raise UserError(
+                f'{place}: "question_id" {question_id!r} is also the id of another question'
+            )
+        seen_ids.add(question_id)
+        ids_by_split[split][_key(record, place)] = question_id
     warnings, questions = [], {}
-    for split, published in SPLITS.items():
-        warnings += layout.size_warnings(f"{path.name}, {split}", len(rows[split]), published)
-        for question in _labelled(folder, split, rows[split]):
+    for split, published_size in SPLITS.items():
+        ids = ids_by_split[split]
+        warnings += layout.size_warnings(f"{path.name}, {split}", len(ids), published_size)
+        for question in _read_labels(folder, split, ids):
             questions[question.id] = question
     return questions, warnings
 
 
-def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
+def _read_labels(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
     """Reads the annotations of a split, and checks that they belong to the question file.
 
     Args:
         folder: folder of the benchmark.
         split: name of the split.
-        ids: question ids of the split by image and question.
+        ids: question id by (image, question) for each question of the split.
 
     Returns:
         The questions in the order of the annotations.
+
+    Raises:
+        UserError: the annotations have other questions than the question file.
     """
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
-    rows = [(_key(row, place), _label(row, place)) for place, row in read_json_lines(path)]
-    unknown_keys = [key for key, _ in rows if key not in ids]
-    if unknown_keys or len(rows) != len(ids):
-        example = (
-            f", such as {unknown_keys[0][1]!r} of {unknown_keys[0][0]}" if unknown_keys else ""
-        )
+    labels = [
+        (_key(record, place), _label(record, place)) for place, record in read_json_lines(path)
+    ]
+    unknown_keys = [key for key, _ in labels if key not in ids]
+    if unknown_keys or len(labels) != len(ids):
+        example = ""
+        if unknown_keys:
+            image, text = unknown_keys[0]
+            example = f", such as {text!r} of {image}"
         raise UserError(
-            f"{path}: its {len(rows):,} rows are not the {len(ids):,} questions of {split} in "
+            f"{path}: its {len(labels):,} rows are not the {len(ids):,} questions of {split} in "
             f"{QUESTIONS}{example}: another version; get the file from {_SOURCE}"
         )
-    return [_Question(ids[key], split, label) for key, label in rows]
+    return [_Question(ids[key], split, label) for key, label in labels]
 
 
-def _label(row: dict[str, object], place: str) -> bool:
+def _label(record: dict[str, object], place: str) -> bool:
     """Returns whether the object is present. Raises for labels other than "yes" and "no"."""
-    return field(row, "label", place, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
+    return field(record, "label", place, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
 
 
-def _key(row: dict[str, object], place: str) -> tuple[str, str]:
+def _key(record: dict[str, object], place: str) -> tuple[str, str]:
     """Returns the image and the question without the request for a short answer."""
-    question = words(row, "text", place).partition("\n")[0].strip()
-    return words(row, "image", place), question
+    question = words(record, "text", place).partition("\n")[0].strip()
+    return words(record, "image", place), question
 
 
 BENCHMARK = Benchmark(

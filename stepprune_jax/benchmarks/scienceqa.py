@@ -40,29 +40,43 @@ class Problem(NamedTuple):
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's question file.
 
-    The stored prompt of a question with an image contains the image mark. `score` recognizes
-    questions with an image by it.
+    Args:
+        path: the question file.
+        images: folder of the images.
+
+    Yields:
+        The questions. If a question has an image, its stored prompt contains the image mark, by
+        which `score` recognizes such questions.
     """
-    for number, value in enumerate(read_json_list(path, "question"), start=1):
+    for number, record in enumerate(read_json_list(path, "question"), start=1):
         place = f"{path}: question {number}"
         with layout.expected(place, "id and conversations, whose first one has a value"):
-            identity(value, "id", place)
-            message = words(value["conversations"][0], "value", place)
+            identity(record, "id", place)
+            message = words(record["conversations"][0], "value", place)
             text = message.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
-            image = words(value, "image", place) if "image" in value else None
+            image = words(record, "image", place) if "image" in record else None
         if image is None:
-            yield BenchmarkQuestion(value["id"], text, text, None)
+            yield BenchmarkQuestion(record["id"], text, text, None)
         else:
             prompt = f"{IMAGE_MARK}\n{text}"
-            yield BenchmarkQuestion(value["id"], text, prompt, images / image)
+            yield BenchmarkQuestion(record["id"], text, prompt, images / image)
 
 
 def parse_letter(text: str) -> str | None:
     """Parses the option letter of an answer as LLaVA's program does.
 
-    Three forms of text have a letter: a letter from A to E; a text that starts with such a letter,
-    a full stop and a blank; and a text with exactly one "The answer is X" that is followed by
-    another character, where X is any capital letter. Other texts return None.
+    Three forms are accepted:
+
+    1. A letter from A to E.
+    2. A letter from A to E, a full stop, a blank, and any text.
+    3. Any text that contains exactly one "The answer is X", followed by another character, where X
+       is any capital letter.
+
+    Args:
+        text: the answer.
+
+    Returns:
+        The letter, or None for a text of another form.
     """
     if text in tuple(LETTERS):
         return text
@@ -89,31 +103,33 @@ def score(root: str | Path, answers: str | Path) -> Score:
         without a letter.
     """
     problems = _read_problems(Path(root) / "scienceqa")
-    image_problems = [name for name, problem in problems.items() if problem.has_image]
+    image_problem_ids = [name for name, problem in problems.items() if problem.has_image]
     warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
-    warnings += layout.size_warnings("its problems with an image", len(image_problems), WITH_IMAGE)
+    warnings += layout.size_warnings(
+        "its problems with an image", len(image_problem_ids), WITH_IMAGE
+    )
     answer_of = latest_answers(read_answers(answers), problems, warnings)
-    with_image = [name for name, answer in answer_of.items() if IMAGE_MARK in answer.prompt]
-    if not with_image:
+    image_answer_ids = [name for name, answer in answer_of.items() if IMAGE_MARK in answer.prompt]
+    if not image_answer_ids:
         raise UserError(f"{answers}: no prompt holds <image>: were the images shown?")
-    mismatches = set(with_image) ^ {name for name in image_problems if name in answer_of}
-    if mismatches:
+    mismatched_ids = {*image_answer_ids} ^ {name for name in image_problem_ids if name in answer_of}
+    if mismatched_ids:
         warnings.append(
-            f"{len(mismatches):,} answers have <image> in the prompt but no image in "
-            f"problems.json, or the reverse, such as {min(mismatches)!r}"
+            f"{len(mismatched_ids):,} answers have <image> in the prompt but no image in "
+            f"problems.json, or the reverse, such as {min(mismatched_ids)!r}"
         )
     letters = {name: parse_letter(answer.text) for name, answer in answer_of.items()}
-    correct = {name for name, option in letters.items() if option == problems[name].answer}
+    correct_ids = {name for name, letter in letters.items() if letter == problems[name].answer}
     parts = {
-        "accuracy_all": _percent(correct, problems),
-        "accuracy_problems_with_image": _percent(correct, image_problems),
+        "accuracy_all": _percent_correct(correct_ids, problems),
+        "accuracy_problems_with_image": _percent_correct(correct_ids, image_problem_ids),
         "questions": len(problems),
         "answered": len(answer_of),
-        "answered_with_image": len(with_image),
-        "problems_with_image": len(image_problems),
-        "without_letter": sum(option is None for option in letters.values()),
+        "answered_with_image": len(image_answer_ids),
+        "problems_with_image": len(image_problem_ids),
+        "without_letter": sum(letter is None for letter in letters.values()),
     }
-    return Score(_percent(correct, with_image), parts, warnings)
+    return Score(_percent_correct(correct_ids, image_answer_ids), parts, warnings)
 
 
 def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
@@ -122,29 +138,34 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     return grade_by_id(problems, lambda text, problem: parse_letter(text) == problem.answer)
 
 
-def _percent(correct: set[str], names: Collection[str]) -> float:
-    """Returns the percentage of `names` that are in `correct`; 0 for no names."""
-    return 100 * len(correct.intersection(names)) / max(len(names), 1)
+def _percent_correct(correct_ids: set[str], ids: Collection[str]) -> float:
+    """Returns the percentage of `ids` that are in `correct_ids`; 0 if `ids` is empty."""
+    return 100 * len(correct_ids.intersection(ids)) / max(len(ids), 1)
 
 
-def _is_in_range(numbers: range, value: object) -> bool:
-    return is_count(value, 0) and value in numbers
+def _is_index(num_choices: int, value: object) -> bool:
+    """Returns whether a JSON value is the index of one of `num_choices` choices."""
+    return is_count(value, 0) and value in range(num_choices)
 
 
 def _read_problems(folder: Path) -> dict[str, Problem]:
-    """Reads the problems of the test split by id, in the order of the split."""
-    splits, table = (
+    """Reads the problems of the test split by id, in the order of the split.
+
+    Args:
+        folder: folder with the official files pid_splits.json and problems.json.
+    """
+    splits_file, problems_file = (
         layout.file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
     )
-    values, problems = read_json_object(table), {}
-    for _, name in layout.records(read_json_object(splits), "test", splits):
-        place = f"{table}: problem {name!r}"
+    records, problems = read_json_object(problems_file), {}
+    for _, problem_id in layout.records(read_json_object(splits_file), "test", splits_file):
+        place = f"{problems_file}: problem {problem_id!r}"
         with layout.expected(place, "choices, answer and image"):
-            value = values[str(name)]
-            numbers = range(len(LETTERS[: len(value["choices"])]))
-            expected = f"the number of a choice, below {len(numbers)}"
-            answer = field(value, "answer", place, partial(_is_in_range, numbers), expected)
-            problems[str(name)] = Problem(LETTERS[answer], value.get("image") is not None)
+            record = records[str(problem_id)]
+            num_choices = min(len(record["choices"]), len(LETTERS))
+            expected = f"the number of a choice, below {num_choices}"
+            answer = field(record, "answer", place, partial(_is_index, num_choices), expected)
+            problems[str(problem_id)] = Problem(LETTERS[answer], record.get("image") is not None)
     return problems
 
 

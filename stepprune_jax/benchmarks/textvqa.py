@@ -35,17 +35,23 @@ def without_ocr(question: BenchmarkQuestion) -> BenchmarkQuestion:
 def parse_question(prompt: str) -> str | None:
     """Parses the question of a stored prompt.
 
-    A prompt of two lines starts with the question. A prompt of three lines has a line of OCR
-    tokens, and the question is the first of the remaining lines. A prompt of an older model starts
-    with `OCR tokens: `, and has the question between `Question: ` and ` Short answer:`.
+    Three formats are accepted:
+
+    1. Two lines. The question is the first line.
+    2. Three lines, including a line of OCR tokens. The question is the first remaining line.
+    3. The format of an older model, which starts with `OCR tokens: `. The question is between
+       `Question: ` and ` Short answer:`.
+
+    Args:
+        prompt: field `prompt` of an answer line.
 
     Returns:
-        The question in lower case, or None for an unknown format.
+        The question in lower case, or None for another format.
     """
-    lines = prompt.split("\n")
     if prompt.startswith(_OLD_OCR):
         match = _OLD_QUESTION.search(prompt)
         return match[1].lower() if match else None
+    lines = prompt.split("\n")
     if len(lines) == 3 and f"{_OCR_LINE} " in prompt:
         return lines[1 if prompt.startswith(_OCR_LINE) else 0].lower()
     return lines[0].lower() if len(lines) == 2 else None
@@ -76,44 +82,60 @@ def score(root: str | Path, answers: str | Path) -> Score:
         number of samples `with_ocr` tokens in their prompt.
     """
     path = Path(root) / "textvqa" / ANNOTATIONS
-    people, rows = read_people(path), read_answers(answers)
-    keys = [_key(row, people, path) for row in rows]
-    accuracies = [_accuracy(row.text, people[key]) for row, key in zip(rows, keys, strict=True)]
-    with_ocr = sum(_OCR_LINE in row.prompt or row.prompt.startswith(_OLD_OCR) for row in rows)
-    warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_QUESTIONS)
-    if not len(rows) == len(set(keys)) == len(people):
+    human_answers, lines = read_people(path), read_answers(answers)
+    keys = [_key(line, human_answers, path) for line in lines]
+    accuracies = [
+        _accuracy(line.text, human_answers[key]) for line, key in zip(lines, keys, strict=True)
+    ]
+    num_with_ocr = sum(
+        _OCR_LINE in line.prompt or line.prompt.startswith(_OLD_OCR) for line in lines
+    )
+    num_answered = len(set(keys))
+    warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(human_answers), NUM_QUESTIONS)
+    if not len(lines) == num_answered == len(human_answers):
         warnings.append(
-            f"{len(rows):,} answers to {len(set(keys)):,} of {len(people):,} questions: unanswered "
-            "questions do not count, those answered repeatedly count repeatedly"
+            f"{len(lines):,} answers to {num_answered:,} of {len(human_answers):,} questions: "
+            "unanswered questions do not count, those answered repeatedly count repeatedly"
         )
-    if with_ocr < len(rows):
+    if num_with_ocr < len(lines):
         warnings.append(
-            f"{len(rows) - with_ocr:,} of {len(rows):,} prompts carry no OCR tokens: not "
+            f"{len(lines) - num_with_ocr:,} of {len(lines):,} prompts carry no OCR tokens: not "
             "comparable with the figures of LLaVA and of pruning papers, whose prompts do"
         )
-    parts = {"samples": len(rows), "with_ocr": with_ocr}
+    parts = {"samples": len(lines), "with_ocr": num_with_ocr}
     return Score(mean_percent(accuracies), parts, warnings)
 
 
 def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer by its soft accuracy; see `Benchmark.make_grader`."""
     path = Path(root) / "textvqa" / ANNOTATIONS
-    people = read_people(path)
-    return lambda row: _accuracy(row.text, people[_key(row, people, path)])
+    human_answers = read_people(path)
+    return lambda line: _accuracy(line.text, human_answers[_key(line, human_answers, path)])
 
 
-def _accuracy(text: str, answers: list[str]) -> float:
+def _accuracy(text: str, human_answers: list[str]) -> float:
     """Returns the soft accuracy of an answer after normalisation."""
-    return soft_accuracy(normalise(text), [normalise(answer) for answer in answers])
+    return soft_accuracy(normalise(text), [normalise(answer) for answer in human_answers])
 
 
-def _key(row: GivenAnswer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
-    """Returns the image and the question that a line answers; `path` is for the error."""
-    key = row.id, parse_question(row.prompt)
-    if key not in people:
+def _key(
+    line: GivenAnswer, human_answers: dict[tuple[str, str], list[str]], path: Path
+) -> tuple[str, str]:
+    """Returns the image and the question that a line answers.
+
+    Args:
+        line: line of an answer file.
+        human_answers: annotations from `read_people`.
+        path: the file of annotations, for the error.
+
+    Raises:
+        UserError: the annotations do not contain the question.
+    """
+    key = line.id, parse_question(line.prompt)
+    if key not in human_answers:
         raise UserError(
-            f"{row.place}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
-            f"prompt {row.prompt[:80]!r}"
+            f"{line.place}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
+            f"prompt {line.prompt[:80]!r}"
         )
     return key
 

@@ -45,13 +45,16 @@ _IRREGULAR = {
 
 
 def _contractions() -> dict[str, str]:
-    """Returns the 120 contractions by their misspelt forms."""
-    table = {word.replace("'", ""): word for word in _PLAIN.split()}
+    """Returns the 120 contractions by their forms without an apostrophe.
+
+    A contraction with two apostrophes has two such forms.
+    """
+    contraction_of = {word.replace("'", ""): word for word in _PLAIN.split()}
     for word in _DOUBLE.split():
         for position, character in enumerate(word):
             if character == "'":
-                table[word[:position] + word[position + 1 :]] = word
-    return table | _IRREGULAR
+                contraction_of[word[:position] + word[position + 1 :]] = word
+    return contraction_of | _IRREGULAR
 
 
 CONTRACTIONS = _contractions()
@@ -85,18 +88,19 @@ def one_line(text: str) -> str:
 
 
 def remove_punctuation(text: str) -> str:
-    """Removes 21 punctuation marks and up to 32 full stops from a text.
+    """Removes punctuation as VQAv2's scorer does.
 
-    A mark is deleted if it is next to a blank anywhere in the text, or if the text has a comma
-    between two digits. Otherwise each occurrence is replaced by a blank. A full stop before a digit
-    is kept.
+    For each of 21 marks, the original text decides. If the mark is next to a blank somewhere, or if
+    the text has a comma between two digits, all occurrences of the mark are deleted. Otherwise each
+    occurrence is replaced by a blank. Then the first 32 full stops that do not precede a digit are
+    deleted.
     """
-    deletes_all = _DIGIT_COMMA.search(text) is not None
+    has_digit_comma = _DIGIT_COMMA.search(text) is not None
     cleaned = text
     for mark in _MARKS:
         if mark in text:
             is_next_to_blank = f"{mark} " in text or f" {mark}" in text
-            cleaned = cleaned.replace(mark, "" if deletes_all or is_next_to_blank else " ")
+            cleaned = cleaned.replace(mark, "" if has_digit_comma or is_next_to_blank else " ")
     return _STOP.sub("", cleaned, count=_STOP_LIMIT)
 
 
@@ -131,9 +135,9 @@ def check_ten_answers(place: str, answers: Sequence[str]) -> list[str]:
 def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
     """Computes the agreement of a prediction with the answers of ten people, from 0 to 1.
 
-    Each person is left out once. For each such set of nine answers, the accuracy is min(1, n / 3),
-    where n of the nine equal the prediction. The result is the mean over the ten sets: 0, 0.3, 0.6
-    or 0.9 for 0, 1, 2 or 3 equal answers, and 1 for more.
+    The accuracy against nine people is min(1, n / 3), where n of their answers equal the
+    prediction. The result is the mean of this accuracy over the ten ways to leave out one person:
+    0, 0.3, 0.6 or 0.9 for 0, 1, 2 or 3 equal answers of the ten people, and 1 for more.
 
     Args:
         prediction: the normalised prediction.
@@ -141,5 +145,6 @@ def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
     """
     num_equal = sum(answer == prediction for answer in answers)
     num_different = len(answers) - num_equal
+    # Leaving out an equal answer leaves `num_equal - 1` equal answers among the nine.
     total = num_equal * min(1, (num_equal - 1) / 3) + num_different * min(1, num_equal / 3)
     return total / len(answers)

@@ -49,30 +49,32 @@ _SUBMIT = (
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's question file of a split, or an official question file (.json).
 
-    In LLaVA's file, the folder of an image follows from its name; the default is test2015. Official
-    questions get LLaVA's request for a short answer.
+    Args:
+        path: the question file. Official questions get LLaVA's request for a short answer.
+        images: folder with one folder of images per COCO split. The split of an image in LLaVA's
+            file follows from its name; the default is test2015. Not used for an official file.
     """
     if path.suffix == ".json":
         yield from _read_official(path)
         return
     for question in questions.read_list(path, Path()):
-        split = _COCO.match(question.image.name)
-        folder = split[1] if split else "test2015"
-        yield question._replace(image=images / folder / question.image)
+        match = _COCO.match(question.image.name)
+        split = match[1] if match else "test2015"
+        yield question._replace(image=images / split / question.image)
 
 
 def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
     """Reads an official question file. The folder of the images is next to the file."""
-    value = read_json_object(path)
-    split = str(value.get("data_subtype", "val2014"))
+    content = read_json_object(path)
+    split = str(content.get("data_subtype", "val2014"))
     # Images of test-dev2015 are in the folder test2015.
-    split = "test2015" if split.startswith("test") else split
-    for place, entry in layout.records(value, "questions", path):
-        record = as_object(entry, place)
+    image_split = "test2015" if split.startswith("test") else split
+    for place, value in layout.records(content, "questions", path):
+        record = as_object(value, place)
         identity(record, "question_id", place)
         text = words(record, "question", place) + WORD_OR_PHRASE
-        number = _read_integer(record, "image_id", place)
-        image = path.parent / split / f"COCO_{split}_{number:012d}.jpg"
+        image_id = _read_integer(record, "image_id", place)
+        image = path.parent / image_split / f"COCO_{image_split}_{image_id:012d}.jpg"
         yield BenchmarkQuestion(record["question_id"], text, text, image)
 
 
@@ -92,8 +94,9 @@ class People(NamedTuple):
 
 def read_people(path: Path) -> dict[str, People]:
     """Reads the official annotations by question id, in the order of the file."""
-    people, value = {}, read_json_object(layout.file(path, f"{_SOURCE}; {_SUBMIT}"))
-    for place, record in layout.records(value, "annotations", path):
+    content = read_json_object(layout.file(path, f"{_SOURCE}; {_SUBMIT}"))
+    people = {}
+    for place, record in layout.records(content, "annotations", path):
         with layout.expected(place, "question_id, question_type, answer_type and answers"):
             answers = check_ten_answers(
                 place, [one_line(answer["answer"]) for answer in record["answers"]]
@@ -124,7 +127,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         root: folder of LLaVA's layout.
         answers: the answer file.
         missing: "refuse" raises an error unless the answered questions are exactly the annotated
-            questions, as the official program does. "leave-out" scores the questions in both.
+            questions, as the official program does. "leave-out" scores the annotated questions with
+            an answer.
 
     Returns:
         The headline is the accuracy in percent of the normalised answers, which LLaVA submits.
@@ -133,15 +137,16 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         decimals, as in the official program.
     """
     people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
-    rows = read_answers(answers)
-    num_matched = sum(row.id in people for row in rows)
+    lines = read_answers(answers)
+    num_unknown = sum(line.id not in people for line in lines)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
-    answer_of = latest_answers(rows, people, warnings, f"; {_SUBMIT}")
+    answer_of = latest_answers(lines, people, warnings, f"; {_SUBMIT}")
     if missing == "refuse":
-        require_all(answers, people, answer_of, len(rows) - num_matched)
-    overall, parts = _accuracies(answer_of, people, normalise)
-    as_written, written_parts = _accuracies(answer_of, people, str)
-    parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(answer_of)}
+        require_all(answers, people, answer_of, num_unknown)
+    overall, parts = _compute_accuracies(answer_of, people, normalise)
+    written_overall, written_parts = _compute_accuracies(answer_of, people, str)
+    parts["as_written"] = {"overall": written_overall, **written_parts}
+    parts["questions"] = len(answer_of)
     return Score(overall, parts, warnings)
 
 
@@ -151,8 +156,10 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     return grade_by_id(people, lambda text, truth: accuracy(normalise(text), truth.answers))
 
 
-def _accuracies(
-    answer_of: dict[str, GivenAnswer], people: dict[str, People], normaliser: Callable[[str], str]
+def _compute_accuracies(
+    answer_of: dict[str, GivenAnswer],
+    people: dict[str, People],
+    normaliser: Callable[[str], str],
 ) -> tuple[float, dict]:
     """Computes the accuracy over all questions, and per type of question and answer.
 
@@ -160,52 +167,66 @@ def _accuracies(
         answer_of: the answers by question id.
         people: human answers by question id.
         normaliser: normalises the text of an answer.
+
+    Returns:
+        The overall accuracy in percent, and the accuracy by type under "question_type" and
+        "answer_type".
     """
-    grades, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
-    for name, answer in answer_of.items():
-        grade = accuracy(normaliser(answer.text), people[name].answers)
+    grades = []
+    grades_by_type = {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
+    for question_id, answer in answer_of.items():
+        human_answers = people[question_id]
+        grade = accuracy(normaliser(answer.text), human_answers.answers)
         grades.append(grade)
-        for kind, table in tables.items():
-            table[getattr(people[name], kind)].append(grade)
+        grades_by_type["question_type"][human_answers.question_type].append(grade)
+        grades_by_type["answer_type"][human_answers.answer_type].append(grade)
     parts = {
-        kind: {name: _rounded_percent(values) for name, values in sorted(table.items())}
-        for kind, table in tables.items()
+        kind: {name: _rounded_percent(values) for name, values in sorted(by_name.items())}
+        for kind, by_name in grades_by_type.items()
     }
     return _rounded_percent(grades), parts
 
 
-def _rounded_percent(values: list[float]) -> float:
-    """Returns the mean in percent, to two decimals."""
-    return round(mean_percent(values), 2)
+def _rounded_percent(grades: list[float]) -> float:
+    """Returns the mean grade in percent, rounded to two decimals."""
+    return round(mean_percent(grades), 2)
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
-    """Writes a submission to the server: a list of all test questions with the test-dev answers.
+    """Writes a submission to the server, with the test-dev answers.
 
-    Lines that are not JSON are skipped with a warning. The last answer to a question counts, and an
-    unanswered question gets an empty answer.
+    The server expects all test questions, so questions without an answer get an empty answer. The
+    last answer to a question counts. Lines that are not JSON are skipped with a warning.
+
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        out: the submission, a JSON file.
+
+    Returns:
+        Warnings about skipped lines and about a question file of another size than published.
     """
     path = layout.file(Path(root) / "vqav2" / QUESTIONS, "LLaVA's eval.zip")
-    ids = [_read_integer(row, "question_id", place) for place, row in read_json_lines(path)]
-    broken: list[str] = []
+    ids = [_read_integer(record, "question_id", place) for place, record in read_json_lines(path)]
+    broken_lines: list[str] = []
     warnings = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
-    answer_of = latest_answers(read_answers(answers, broken), map(str, ids), [], f", of {path}")
-    if broken:
-        warnings.append(f"{len(broken):,} lines skipped, such as {broken[0]}")
-    lines = [
-        {
-            "question_id": number,
-            "answer": normalise(answer_of[name].text) if name in answer_of else "",
-        }
-        for number, name in zip(ids, map(str, ids), strict=True)
-    ]
-    layout.write_submission(out, json.dumps(lines).encode())
+    lines = read_answers(answers, broken_lines)
+    # An answer file of test-dev lacks most test questions, so these warnings are dropped.
+    answer_of = latest_answers(lines, map(str, ids), [], f", of {path}")
+    if broken_lines:
+        warnings.append(f"{len(broken_lines):,} lines skipped, such as {broken_lines[0]}")
+    submission = []
+    for question_id in ids:
+        answer = answer_of.get(str(question_id))
+        text = "" if answer is None else normalise(answer.text)
+        submission.append({"question_id": question_id, "answer": text})
+    layout.write_submission(out, json.dumps(submission).encode())
     return warnings
 
 
-def _read_integer(row: JsonObject, name: str, place: str) -> int:
-    """Reads a field as an integer. It may be text of digits, as ids in some files are."""
-    return int(field(row, name, place, lambda value: str(value).isdecimal(), "a whole number"))
+def _read_integer(record: JsonObject, name: str, place: str) -> int:
+    """Reads a field as an integer. The value may be a text of digits, as in some files."""
+    return int(field(record, name, place, lambda value: str(value).isdecimal(), "a whole number"))
 
 
 BENCHMARK = Benchmark(

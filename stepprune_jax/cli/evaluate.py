@@ -148,7 +148,7 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     print(as_markdown(table), end="")
     num_examples = run.eval.samples
     page = write_page(
-        report_folder / NAME, table, benchmarks, samples=num_examples, command=command
+        report_folder / NAME, table, benchmarks, num_examples=num_examples, command=command
     )
     print(f"report: {page}")
 

@@ -304,7 +304,12 @@ def count_tflops(
     num_text = int(batch.prompts.length[0]) - 1  # The image has one id in the prompt.
     grid, num_kept = tuple(map(int, batch.images.grid[0])), round(float(kept))
     flops = first_token_flops(
-        backbone, row.pruner.without_weights, grid, text=num_text, words=num_text, kept=num_kept
+        backbone,
+        row.pruner.without_weights,
+        grid,
+        num_text_tokens=num_text,
+        num_words=num_text,
+        num_kept=num_kept,
     )
     batch_size = len(batch.prompts.length)
     return {stage: batch_size * count / 1e12 for stage, count in flops.items()}

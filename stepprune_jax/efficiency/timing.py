@@ -77,4 +77,4 @@ def table(header: list[str], rows: list[list[object]]) -> str:
     cells = [
         [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
-    return markdown_rows(header, cells, texts=1).rstrip()
+    return markdown_rows(header, cells, num_text_columns=1).rstrip()

@@ -1,8 +1,9 @@
 """Computes the stop biases with which a policy meets each budget on average, and caches them.
 
-A learned stop keeps some number of tokens on average. For another mean, a bias is added to the stop
-logits. The bias is computed on questions without their answers: on the validation split of a data
-folder, or on equally many questions of each public benchmark.
+A policy selects tokens one by one until its stop logit exceeds the logits of all remaining tokens.
+The mean number of selected tokens follows from training. To meet another mean, a constant, the stop
+bias, is added to the stop logit. The bias is calibrated on questions without their answers: on the
+validation split of a data folder, or on the same number of questions of each public benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from stepprune_jax.selectors.calibration import calibrate, count_stops, log_stop
 from stepprune_jax.user_input import UserError
 
 FILE = "stop_biases.json"
-Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
+Biases = Mapping[str, Mapping[int | str, float]]  # stop bias by row name and budget
 
 
 class CalibrationSet(NamedTuple):
@@ -40,9 +41,9 @@ class CalibrationSet(NamedTuple):
     Attributes:
         about: fields that identify the questions in the file of biases.
         questions: the questions.
-        decimals: number of decimals of the biases; None leaves them exact. An exact bias equals the
-            margin of some question. The count of that question then depends on the last bit of a
-            sum, and therefore on the batch size.
+        decimals: number of decimals to which biases are rounded; None does not round. An unrounded
+            bias is minus the stop margin of some step of some question. Floating-point errors then
+            decide whether this question stops at the step, so its count depends on the batch size.
     """
 
     about: Mapping[str, str]
@@ -51,12 +52,14 @@ class CalibrationSet(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Stop margins of rollouts that ignore the learned stop.
+    """Stop margins of rollouts that do not stop.
 
-    The margin of a step is the stop bias that would end the rollout before this step.
+    The margin of a step is the stop logit minus the largest logit of a token. With a stop bias, the
+    rollout ends before the first step at which margin + bias > 0.
 
     Attributes:
-        margin: [q, t] margin of each step of each question; infinite after the last step.
+        margin: [q, t] margin of each step t of each question q; infinite after the last step of a
+            question.
         sizes: [q] number of visual tokens of each question's image.
     """
 
@@ -81,16 +84,22 @@ class StopBiases(NamedTuple):
     digests: Mapping[str, str]
     budgets: Sequence[int | str]
 
-    def known(self, sample: CalibrationSet) -> Biases:
-        """Returns the cached biases by row name and budget.
+    def read_cached(self, sample: CalibrationSet) -> Biases:
+        """Reads the cached biases by row name and budget.
 
-        A row without a bias for each budget is omitted.
+        Args:
+            sample: the questions that the biases must have been calibrated on.
+
+        Returns:
+            The biases. A row is omitted unless all of its budgets have a bias.
         """
-        entries = self._read()
-        biases_of = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
+        records = self._read_records()
+        cached_biases = {
+            name: self._find_record(records, name, sample)["biases"] for name in self.digests
+        }
         return {
             name: {budget: biases[str(budget)] for budget in self.budgets}
-            for name, biases in biases_of.items()
+            for name, biases in cached_biases.items()
             if {str(budget) for budget in self.budgets} <= biases.keys()
         }
 
@@ -100,76 +109,96 @@ class StopBiases(NamedTuple):
         policies: Mapping[str, Policy],
         sample: CalibrationSet,
         execution: Execution,
-        size: int,
+        batch_size: int,
     ) -> Biases:
-        """Computes the missing biases, and returns all biases by row name and budget.
+        """Computes the missing biases, adds them to the file, and returns all biases.
+
+        The main process computes and writes the biases. The other processes then read them.
 
         Args:
             model: the model.
             policies: the policies by row name.
-            sample: questions for the computation.
+            sample: questions to calibrate on.
             execution: execution options of the model's layers.
-            size: questions per batch.
+            batch_size: questions per batch.
+
+        Returns:
+            The biases by row name and budget.
         """
 
         def compute_missing() -> Biases:
-            entries = self._read()
+            records = self._read_records()
             for name in self.digests if distributed.is_main() else ():
-                entry = self._entry(entries, name, sample)
-                missing = [b for b in self.budgets if str(b) not in entry["biases"]]
-                if not missing:
+                record = self._find_record(records, name, sample)
+                budgets = [b for b in self.budgets if str(b) not in record["biases"]]
+                if not budgets:
                     continue
-                margins = stop_margins(model, policies[name], sample.questions, execution, size)
-                biases = stop_biases(policies[name], margins, missing)
+                policy = policies[name]
+                margins = stop_margins(model, policy, sample.questions, execution, batch_size)
+                biases = stop_biases(policy, margins, budgets)
                 if sample.decimals is not None:
                     biases = [round(bias, sample.decimals) for bias in biases]
-                entry["biases"] |= {str(b): v for b, v in zip(missing, biases, strict=True)}
-                entry["questions"] = len(sample.questions)
-                if entry not in entries.setdefault(name, []):
-                    entries[name].append(entry)
+                record["biases"] |= dict(zip(map(str, budgets), biases, strict=True))
+                record["questions"] = len(sample.questions)
+                if record not in records.setdefault(name, []):
+                    records[name].append(record)
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(self.path, entries)
-            return self.known(sample)
+                write_json(self.path, records)
+            return self.read_cached(sample)
 
         return distributed.main_first(compute_missing) if self.digests else {}
 
-    def _read(self) -> dict[str, list[JsonObject]]:
-        """Reads the entries by row name: one entry for each policy, model and sample."""
+    def _read_records(self) -> dict[str, list[JsonObject]]:
+        """Reads the file: by row name, one record for each policy, model and sample."""
         return read_json_object(self.path) if self.path.is_file() else {}
 
-    def _entry(
-        self, entries: Mapping[str, list[JsonObject]], name: str, sample: CalibrationSet
+    def _find_record(
+        self, records: Mapping[str, list[JsonObject]], name: str, sample: CalibrationSet
     ) -> JsonObject:
-        """Returns the entry of a row's policy with this model and sample, or a new one."""
+        """Returns the record of a row's policy with this model and sample.
+
+        Args:
+            records: content of the file, from `_read_records`.
+            name: name of the row.
+            sample: the questions that the biases must have been calibrated on.
+
+        Returns:
+            The record in `records`, or a new record without biases that is not in `records`.
+        """
         identity = {"policy": self.digests[name], **self.model, **sample.about}
-        for entry in entries.get(name, []):
-            if {key: entry[key] for key in entry if key not in ("biases", "questions")} == identity:
-                return entry
+        for record in records.get(name, []):
+            # Further fields of a record are results, not part of its identity.
+            if {key: record[key] for key in record.keys() - {"biases", "questions"}} == identity:
+                return record
         return {**identity, "biases": {}}
 
 
 def spread(
     questions_of: Mapping[str, Sequence[BenchmarkQuestion]], question_limit: int
 ) -> list[BenchmarkQuestion]:
-    """Chooses questions with an image, the same number from each benchmark.
+    """Samples questions with an image at regular intervals, the same number per benchmark.
 
     Args:
         questions_of: questions by benchmark.
-        question_limit: largest number of questions in total; 0 keeps all of them.
+        question_limit: maximum number of questions in total; 0 selects all questions.
+
+    Returns:
+        The sampled questions, grouped by benchmark. Each benchmark has at least one, even if
+        `question_limit` is smaller than the number of benchmarks.
 
     Raises:
         ValueError: no question has an image.
     """
-    chosen = []
+    limit_per_benchmark = max(1, question_limit // len(questions_of)) if question_limit else 0
+    sampled_questions = []
     for questions in questions_of.values():
         with_image = [question for question in questions if question.image is not None]
-        limit_per_benchmark = max(1, question_limit // len(questions_of)) if question_limit else 0
-        chosen += [
-            with_image[position] for position in spread_over(len(with_image), limit_per_benchmark)
+        sampled_questions += [
+            with_image[index] for index in spread_over(len(with_image), limit_per_benchmark)
         ]
-    if not chosen:
+    if not sampled_questions:
         raise UserError(f"no question of {', '.join(questions_of)} has an image for stop biases")
-    return chosen
+    return sampled_questions
 
 
 def stop_margins(
@@ -177,30 +206,43 @@ def stop_margins(
     policy: Policy,
     questions: Sequence[Question | BenchmarkQuestion],
     execution: Execution,
-    size: int,
+    batch_size: int,
 ) -> Margins:
-    """Rolls out a policy on questions and returns its stop margins.
+    """Rolls out a policy on questions without stopping, and returns its stop margins.
 
     Args:
-        model: the model.
+        model: the model that encodes the questions.
         policy: a policy with a learned stop.
         questions: questions with an image.
         execution: execution options of the model's layers.
-        size: questions per batch.
+        batch_size: questions per batch.
+
+    Returns:
+        The margins of all questions, in the order of `questions`.
     """
     pruner = place_pruner(model, policy)
-    steps = pruner.longest(model.config.max_image_tokens)
-    parts, sizes = [], []
+    max_steps = pruner.longest(model.config.max_image_tokens)
+    margin_chunks, image_sizes = [], []
     with tqdm(total=len(questions), desc="stop biases", unit="question", mininterval=1) as bar:
-        for _, encoded in encode_chunks(model, questions, batch_size=size, execution=execution):
+        for _, encoded in encode_chunks(
+            model, questions, batch_size=batch_size, execution=execution
+        ):
             ranking, _ = rank_all(
-                model, pruner, encoded.prompts, encoded.images, steps=steps, batch_size=size
+                model,
+                pruner,
+                encoded.prompts,
+                encoded.images,
+                steps=max_steps,
+                batch_size=batch_size,
             )
-            padding = steps - ranking.margin.shape[1]
-            parts.append(np.pad(ranking.margin, ((0, 0), (0, padding)), constant_values=np.inf))
-            sizes.append(encoded.sizes)
+            # A chunk of small images has fewer steps. An infinite margin is the end of a rollout.
+            num_padded_steps = max_steps - ranking.margin.shape[1]
+            margin_chunks.append(
+                np.pad(ranking.margin, ((0, 0), (0, num_padded_steps)), constant_values=np.inf)
+            )
+            image_sizes.append(encoded.sizes)
             bar.update(len(encoded.sizes))
-    return Margins(np.concatenate(parts), np.concatenate(sizes))
+    return Margins(np.concatenate(margin_chunks), np.concatenate(image_sizes))
 
 
 def calibrate_policy(
@@ -208,25 +250,29 @@ def calibrate_policy(
     policy: Policy,
     questions: Sequence[Question | BenchmarkQuestion],
     execution: Execution,
-    size: int,
+    batch_size: int,
 ) -> Policy:
-    """Measures the mean count of each stop bias, and returns the policy with this calibration.
+    """Stores a calibration in a policy: the mean number of kept tokens at each stop bias.
 
-    Also logs the counts of the learned stop without a bias, with a warning if most are at a bound.
+    Also logs the number of tokens that the policy keeps without a bias. A warning follows if this
+    is the minimum or maximum for most questions.
 
     Args:
-        model: the model.
+        model: the model that encodes the questions.
         policy: a policy with a learned stop.
-        questions: questions with an image. They are not answered.
+        questions: questions with an image, without answers.
         execution: execution options of the model's layers.
-        size: questions per batch.
+        batch_size: questions per batch.
+
+    Returns:
+        A copy of the policy with its calibration.
     """
-    margins = stop_margins(model, policy, questions, execution, size)
+    margins = stop_margins(model, policy, questions, execution, batch_size)
     if distributed.is_main():
-        bias = float(policy.stop_bias)
-        log_stops(count_stops(margins.margin, margins.sizes, policy.min_tokens, bias))
-    table = calibrate(margins.margin, margins.sizes, policy.min_tokens)
-    return policy.replace(calibration=table)
+        stop_bias = float(policy.stop_bias)
+        log_stops(count_stops(margins.margin, margins.sizes, policy.min_tokens, stop_bias))
+    calibration = calibrate(margins.margin, margins.sizes, policy.min_tokens)
+    return policy.replace(calibration=calibration)
 
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
@@ -234,20 +280,21 @@ def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) 
 
     Args:
         policy: the policy.
-        margins: its stop margins on the calibration questions.
-        budgets: budgets as in `Budget.parse`.
+        margins: stop margins of the policy on the calibration questions.
+        budgets: numbers of tokens, or fractions of each image's tokens such as "1/3", see
+            `Budget.parse`.
 
     Returns:
         One bias per budget.
     """
     min_tokens = min(policy.min_tokens, margins.margin.shape[1])
     margin = jnp.asarray(margins.margin)
+    # This bias stops every question at the minimum count, and its negative stops no question before
+    # the last step. The search between the two biases therefore covers all counts.
     max_bias = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
-    means = [
-        np.mean([Budget.parse(budget).count(int(size)) for size in margins.sizes])
-        for budget in budgets
-    ]
-    return [
-        float(calibrate_stop_bias(margin, mean, min_tokens=min_tokens, max_bias=max_bias))
-        for mean in means
-    ]
+    biases = []
+    for budget in map(Budget.parse, budgets):
+        target_mean = np.mean([budget.count(int(size)) for size in margins.sizes])
+        bias = calibrate_stop_bias(margin, target_mean, min_tokens=min_tokens, max_bias=max_bias)
+        biases.append(float(bias))
+    return biases

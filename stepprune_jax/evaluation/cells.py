@@ -21,31 +21,40 @@ def markdown_cell(value: Cell) -> str:
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
 
 
-def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Cell]], texts: int = 0) -> str:
-    """Formats a Markdown table with left-aligned text columns and right-aligned other columns.
+def markdown_rows(
+    header: Sequence[str], rows: Sequence[Sequence[Cell]], num_text_columns: int = 0
+) -> str:
+    """Formats a Markdown table. Text columns are left-aligned, other columns are right-aligned.
 
     Args:
         header: names of the columns.
         rows: values of the cells, at least one row.
-        texts: number of text columns, which come first. 0 selects the columns with a text in the
-            first row.
+        num_text_columns: number of text columns, which come first. 0 treats the columns with a text
+            in the first row as text columns.
     """
-    is_text = [
-        column < texts if texts else isinstance(value, str) for column, value in enumerate(rows[0])
-    ]
-    lines = [[markdown_cell(name) for name in header], ["---" if x else "---:" for x in is_text]]
-    lines += [[markdown_cell(value) for value in row] for row in rows]
+    if num_text_columns:
+        is_text = [column < num_text_columns for column in range(len(rows[0]))]
+    else:
+        is_text = [isinstance(cell, str) for cell in rows[0]]
+    alignments = ["---" if is_left_aligned else "---:" for is_left_aligned in is_text]
+    lines = [[markdown_cell(name) for name in header], alignments]
+    lines += [[markdown_cell(cell) for cell in row] for row in rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def csv_table(table: Sequence[dict[str, Cell]]) -> str:
-    """Formats objects with equal fields as CSV, and escapes texts that look like formulas."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in (list(table[0]), *(row.values() for row in table)):
-        writer.writerow([_no_formula(value) for value in row])
-    return out.getvalue()
+def csv_table(row_objects: Sequence[dict[str, Cell]]) -> str:
+    """Formats objects with equal fields as CSV, with a header of the field names.
+
+    Texts that a spreadsheet would run as a formula are escaped.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    header = list(row_objects[0])
+    for row in (header, *(row_object.values() for row_object in row_objects)):
+        writer.writerow([_escape_formula(cell) for cell in row])
+    return buffer.getvalue()
 
 
-def _no_formula(value: Cell) -> Cell:
-    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+def _escape_formula(cell: Cell) -> Cell:
+    """Puts an apostrophe before a text that a spreadsheet would run as a formula."""
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell

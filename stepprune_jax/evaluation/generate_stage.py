@@ -1,9 +1,9 @@
 """First stage of an evaluation: answers the questions of benchmarks and writes answer files.
 
+A row of the results table is a pruning method at one budget, and has one answer file per benchmark.
 Questions are processed in chunks. A chunk passes through the vision tower once, and each ranking
-method orders its tokens once. All rows of the table are answered from these results. The answers of
-a row are written before the next row begins. An interrupted run resumes with the unanswered
-questions.
+method orders its tokens once. All rows are answered from these results. The answers of a row are
+written before the next row begins. An interrupted run resumes with the unanswered questions.
 """
 
 import dataclasses
@@ -55,15 +55,20 @@ from stepprune_jax.user_input import expect, require
 def generate_answers(
     run: EvaluationRun, workdir: str | Path, *, policy: str | Path | None = None
 ) -> dict[str, Path]:
-    """Answers the unanswered questions of all benchmarks.
+    """Answers the unanswered questions of all benchmarks in all rows of the table.
 
     Args:
         run: settings of the evaluation.
-        workdir: folder of the run, which all processes must see.
-        policy: policy of the default row; None selects the policy of the run in `workdir`.
+        workdir: folder of the run. If there are several processes, all must see this folder.
+        policy: policy of the default row; None selects the policy that was trained in `workdir`.
 
     Returns:
         The folder of answer files by benchmark: workdir/answers/BENCHMARK.
+
+    Raises:
+        FileNotFoundError: a question file, image or policy is missing.
+        ValueError: a setting does not fit the model, an answer file belongs to other settings, or
+            some questions gave logits that are not finite.
     """
     folder = Path(workdir) / ANSWERS
     source = run.model.inspect()
@@ -71,11 +76,12 @@ def generate_answers(
     check_policies(policies, source.config, run.eval)
     tasks = read_tasks(Conditions(run, source, policies, folder))
     run.model.execution.check_backend()
-    positions = source.config.text.max_positions
-    expected = f"at most {positions}, the positions that the model was trained with"
+    max_positions = source.config.text.max_positions
+    expected = f"at most {max_positions}, the positions that the model was trained with"
     for task in tasks:
-        longest = task.options.max_tokens
-        expect("config.eval.max_new_tokens", longest, longest <= positions, expected)
+        max_tokens = task.options.max_tokens
+        is_valid = max_tokens <= max_positions
+        expect("config.eval.max_new_tokens", max_tokens, is_valid, expected)
     answer_tasks(tasks, lambda: load_model(run))
     return {task.benchmark.name: folder / task.benchmark.name for task in tasks}
 
@@ -95,11 +101,11 @@ def load_model(run: EvaluationRun) -> VLM:
 
 
 def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
-    """Answers the missing questions of several tasks.
+    """Answers the unanswered questions of several benchmarks.
 
     Args:
-        tasks: the tasks.
-        load: loads the model; only called if a question is missing.
+        tasks: one task per benchmark.
+        load: loads the model. Not called if all questions are answered.
 
     Raises:
         ValueError: some questions gave logits that are not finite. All other answers are written.
@@ -111,23 +117,35 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
     model, problems = load(), []
     for task in incomplete_tasks:
         problem = task.run(model)
-        problems += [problem] if problem else []
-    reason = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
-    distributed.together(lambda: require(not problems, reason))
+        if problem:
+            problems.append(problem)
+    message = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
+    distributed.together(lambda: require(not problems, message))
 
 
 def read_tasks(conditions: Conditions) -> list["Task"]:
-    """Reads the questions of all benchmarks, and the questions for their stop biases.
+    """Reads the questions of all benchmarks, and the questions that calibrate their stop biases.
 
-    A benchmark without calibration questions shares a sample of the questions of all such
-    benchmarks.
+    A stop bias makes a policy with a learned stop meet a budget on average. Benchmarks with a
+    validation split are calibrated on it. All other benchmarks share one sample of their questions.
+
+    Args:
+        conditions: settings, model and policies of the run.
+
+    Returns:
+        One task per benchmark.
     """
     run, names = conditions.run, conditions.settings.benchmark_names
     questions_of = {name: run.questions(name) for name in names}
-    uncalibrated = {name: q for name, q in questions_of.items() if not BENCHMARKS[name].calibration}
+    uncalibrated = {
+        name: questions
+        for name, questions in questions_of.items()
+        if not BENCHMARKS[name].calibration
+    }
     has_stop = any(policy.has_stop for policy in conditions.policies.values())
-    question_limit, shared_sample, tasks = conditions.settings.validation_questions, None, []
+    shared_sample, tasks = None, []
     if uncalibrated and has_stop:
+        question_limit = conditions.settings.validation_questions
         shared_sample = CalibrationSet({}, spread(uncalibrated, question_limit), decimals=3)
     for name, questions in questions_of.items():
         sample = shared_sample
@@ -138,22 +156,27 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
 
 
 def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
-    """Reads the calibration questions of a benchmark, at most `eval.validation_questions`."""
+    """Samples the validation questions of a benchmark at regular intervals.
+
+    Args:
+        run: settings of the evaluation. `eval.validation_questions` limits the sample.
+        name: name of a benchmark with a validation split.
+    """
     benchmark, root = BENCHMARKS[name], run.root(name)
-    questions = benchmark.read_questions(root, benchmark.calibration)
-    positions = spread_over(len(questions), run.eval.validation_questions)
-    questions = [questions[position] for position in positions]
+    all_questions = benchmark.read_questions(root, benchmark.calibration)
+    indices = spread_over(len(all_questions), run.eval.validation_questions)
+    questions = [all_questions[index] for index in indices]
     sample_digest = digest([f"{question.image.name} {question.text}" for question in questions])
     return CalibrationSet({"split": "validation", "sample": sample_digest}, questions)
 
 
 class _OpenRow(NamedTuple):
-    """A row of the table with its open answer file.
+    """A row of the table, for one benchmark. Built when a task opens its answer files.
 
     Attributes:
-        row: the row.
-        file: the answer file.
-        missing: numbers of the questions without an answer in the file.
+        row: the pruning method and its budget.
+        file: the answer file of the row.
+        missing: indices of the questions that the file does not answer.
     """
 
     row: TableRow
@@ -166,10 +189,11 @@ class Task:
     """The questions of one benchmark, which every row of the table answers.
 
     Attributes:
-        conditions: everything that the answers depend on.
+        conditions: settings, model and policies, on which the answers depend.
         benchmark: the benchmark.
-        questions: the questions.
-        sample: questions for stop biases; None if there are no rows with a mean budget.
+        questions: questions of the benchmark. Elsewhere, the index of a question is its index in
+            this list.
+        sample: questions that calibrate the stop biases; None without policies that need a bias.
     """
 
     conditions: Conditions
@@ -185,88 +209,111 @@ class Task:
         return RunOptions(max_tokens, settings.positions, execution=run.model.execution)
 
     @property
-    def _biases(self) -> StopBiases:
-        """The cached stop biases of the run."""
-        conditions, policies = self.conditions, self.conditions.policies
+    def _stop_biases(self) -> StopBiases:
+        """The file of stop biases of the run, for its policies with a learned stop."""
+        conditions = self.conditions
         digests = {
-            name: digest for name, digest in conditions.digests.items() if policies[name].has_stop
+            name: policy_digest
+            for name, policy_digest in conditions.digests.items()
+            if conditions.policies[name].has_stop
         }
-        path, config = conditions.folder / FILE, conditions.source.config
-        model = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
-        model |= config.image_bounds
-        return StopBiases(path, model, digests, conditions.settings.budgets)
+        model_fields = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
+        model_fields |= conditions.source.config.image_bounds
+        path = conditions.folder / FILE
+        return StopBiases(path, model_fields, digests, conditions.settings.budgets)
 
-    def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
-        """Returns the rows that exist with these biases, each with its answer file."""
+    def _plan_files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
+        """Plans the rows of the table, and the answer file of each.
+
+        Args:
+            biases: stop biases. A policy without biases has no rows with mean budgets.
+        """
         rows = self.conditions.rows(biases)
         files = self.conditions.files(rows, self.benchmark, self.questions)
         return list(zip(rows, files, strict=True))
 
     def is_missing(self) -> bool:
-        """Returns whether an answer or a stop bias is missing.
+        """Returns whether an answer or a stop bias is missing. All processes must call this.
 
         Raises:
             ValueError: an answer file belongs to a run with other conditions.
         """
 
         def has_missing() -> bool:
-            biases = {} if self.sample is None else self._biases.known(self.sample)
-            files = [file for _, file in self._files(biases)]
+            biases = {} if self.sample is None else self._stop_biases.read_cached(self.sample)
+            files = [file for _, file in self._plan_files(biases)]
             for file in files:
                 check_claim(file)
-            lacks_biases = self.sample is not None and biases.keys() < self._biases.digests.keys()
-            return lacks_biases or any([find_unanswered(file, self.questions) for file in files])
+            lacks_bias = (
+                self.sample is not None and biases.keys() < self._stop_biases.digests.keys()
+            )
+            # The list is complete before `any`, because `find_unanswered` also repairs each file.
+            return lacks_bias or any([find_unanswered(file, self.questions) for file in files])
 
-        # This also waits until all processes have read the files, before any process writes.
+        # `any_process` also waits until all processes have read the files, before one writes.
         return distributed.any_process(distributed.main_first(has_missing))
 
     def run(self, model: VLM) -> str:
-        """Answers the missing questions, chunk by chunk. Each process answers its own chunks.
+        """Answers the missing questions in all rows. All processes share the questions.
+
+        Args:
+            model: the model.
 
         Returns:
-            A message about the questions with logits that are not finite; "" if there are none.
+            A message that lists the questions with logits that are not finite; "" without such
+            questions.
         """
         settings, run = self.conditions.settings, self.conditions.run
-        devices = row_count(mesh_of(model.params))
-        size = -(-settings.batch_size // devices) * devices
+        # A batch is divided over the devices, so its size is rounded up to a multiple.
+        num_devices = row_count(mesh_of(model.params))
+        batch_size = math.ceil(settings.batch_size / num_devices) * num_devices
         biases = {}
         if self.sample is not None:
-            biases = self._biases.compute(
-                model, self.conditions.policies, self.sample, run.model.execution, size
+            biases = self._stop_biases.compute(
+                model, self.conditions.policies, self.sample, run.model.execution, batch_size
             )
-        rows = self._claim(self._files(biases))
-        answerer = _Answerer(self, model, size, rows)
-        missing_numbers = sorted(frozenset().union(*(row.missing for row in rows)))
-        chunk_length = chunk_size(model, size)
-        chunks = share(missing_numbers, chunk_length, jax.process_index(), jax.process_count())
-        local_numbers = frozenset(itertools.chain.from_iterable(chunks))
+        rows = self._open_files(self._plan_files(biases))
+        answerer = _Answerer(self, model, batch_size, rows)
+        missing_indices = sorted(frozenset().union(*(row.missing for row in rows)))
+        chunks = share(
+            missing_indices,
+            chunk_size(model, batch_size),
+            process_index=jax.process_index(),
+            num_processes=jax.process_count(),
+        )
+        local_indices = frozenset(itertools.chain.from_iterable(chunks))
         with tqdm(
-            total=sum(len(local_numbers & row.missing) for row in rows),
+            total=sum(len(local_indices & row.missing) for row in rows),
             desc=self.benchmark.name,
             unit="answer",
             mininterval=0.2 if sys.stderr.isatty() else 10,
         ) as bar:
-            for numbers in chunks:
-                distributed.together(functools.partial(answerer.answer, numbers, bar))
+            for chunk in chunks:
+                distributed.together(functools.partial(answerer.answer, chunk, bar))
 
-        def merge() -> None:
+        def merge_parts() -> None:
             if distributed.is_main():
                 for row in rows:
-                    find_unanswered(row.file, self.questions)
+                    find_unanswered(row.file, self.questions)  # merges the files of all processes
 
-        distributed.main_first(merge)
-        names = [self.questions[number].question_id for number in sorted(answerer.without_answer)]
-        return f"{self.benchmark.name}: {listed('question', names)}" if names else ""
+        distributed.main_first(merge_parts)
+        ids = [self.questions[index].question_id for index in sorted(answerer.not_finite)]
+        return f"{self.benchmark.name}: {listed('question', ids)}" if ids else ""
 
-    def _claim(self, rows: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
-        """Creates or opens the answer files, and finds the missing answers of each."""
+    def _open_files(self, planned_files: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
+        """Creates the answer files that do not exist, and finds the missing answers of all files.
+
+        Args:
+            planned_files: the rows with their answer files, from `_plan_files`.
+        """
 
         def open_all() -> list[_OpenRow]:
-            for _, file in rows if distributed.is_main() else ():
-                claim(file)
+            if distributed.is_main():
+                for _, file in planned_files:
+                    claim(file)
             return [
                 _OpenRow(row, file, frozenset(find_unanswered(file, self.questions)))
-                for row, file in rows
+                for row, file in planned_files
             ]
 
         open_rows = distributed.main_first(open_all)
@@ -274,94 +321,117 @@ class Task:
         return open_rows
 
 
-def _bound(row: TableRow, kept: int, num_tokens: int) -> dict[str, str]:
-    """Returns a field of an answer's line if the count of its learned stop is at a bound.
+def _count_bound(row: TableRow, num_kept: int, num_tokens: int) -> dict[str, str]:
+    """Returns a field of an answer if its learned stop kept the minimum or maximum of tokens.
 
     Args:
-        row: the row.
-        kept: number of kept tokens.
-        num_tokens: visual tokens of the image.
+        row: the row of the answer.
+        num_kept: number of kept tokens.
+        num_tokens: number of visual tokens of the image.
 
     Returns:
-        The field `BOUND` with "minimum" or "T_max"; empty for a count between the bounds and for a
-        row without a learned stop.
+        The field `BOUND` with "minimum" or "T_max". Empty for a count between the bounds, for equal
+        bounds, and for every row except a learned stop without a budget.
     """
     pruner = row.pruner
     if row.budget.kind != "adaptive" or not isinstance(pruner, Policy) or not pruner.has_stop:
         return {}
-    max_tokens = min(num_tokens, pruner.longest(num_tokens))
-    if pruner.min_tokens < max_tokens <= kept:
+    min_tokens, max_tokens = pruner.min_tokens, min(num_tokens, pruner.longest(num_tokens))
+    if min_tokens >= max_tokens:
+        return {}
+    if num_kept >= max_tokens:
         return {BOUND: "T_max"}
-    return {BOUND: "minimum"} if kept <= pruner.min_tokens < max_tokens else {}
+    return {BOUND: "minimum"} if num_kept <= min_tokens else {}
 
 
-def share(numbers: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
+def share(
+    indices: Sequence[int], chunk_length: int, *, process_index: int, num_processes: int
+) -> list[list[int]]:
     """Returns the chunks of questions that one process answers.
 
+    Each process gets a contiguous range of the questions.
+
     Args:
-        numbers: numbers of all questions.
-        size: questions per chunk.
-        index: number of the process.
-        count: number of processes.
+        indices: indices of all unanswered questions.
+        chunk_length: maximum number of questions in a chunk.
+        process_index: index of the process.
+        num_processes: number of processes.
 
     Returns:
-        The chunks. Every process has the same number of chunks, so the last ones may be empty.
+        The indices in each chunk. All processes have the same number of chunks, because they
+        process each chunk together. The last chunks of a process may therefore be empty.
     """
-    start, stop = (len(numbers) * place // count for place in (index, index + 1))
-    num_chunks = math.ceil(math.ceil(len(numbers) / count) / size)
-    bounds = [min(start + size * number, stop) for number in range(num_chunks + 1)]
-    return [list(numbers[first:last]) for first, last in itertools.pairwise(bounds)]
+    start, stop = (
+        len(indices) * process // num_processes for process in (process_index, process_index + 1)
+    )
+    max_per_process = math.ceil(len(indices) / num_processes)
+    num_chunks = math.ceil(max_per_process / chunk_length)
+    bounds = [min(start + chunk_length * chunk, stop) for chunk in range(num_chunks + 1)]
+    return [list(indices[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
 class _Answerer:
-    """Answers the questions of a task in all rows where they are missing.
+    """Answers chunks of a task's questions in all rows. Used by `Task.run`.
 
     Attributes:
-        without_answer: numbers of the questions with logits that are not finite in some row.
+        not_finite: indices of the questions with logits that are not finite in some row.
     """
 
-    def __init__(self, task: Task, model: VLM, size: int, rows: Sequence[_OpenRow]):
-        """Stores the task.
+    def __init__(self, task: Task, model: VLM, batch_size: int, rows: Sequence[_OpenRow]):
+        """Plans the batches, and selects the questions that store their kept tokens.
 
         Args:
-            task: the task.
+            task: the benchmark's questions.
             model: the model.
-            size: questions per batch.
-            rows: the rows with their open files.
+            batch_size: questions per batch.
+            rows: the rows with their answer files.
         """
         conditions, settings = task.conditions, task.conditions.settings
         self._task, self._model, self._rows = task, model, rows
-        self.without_answer: set[int] = set()
-        num_tokens, widths = conditions.num_tokens, None
-        steps = [row.row.pruner.schedule(model.config, num_tokens).bound for row in rows]
-        if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder of widths
-            widths = tuple(sorted({*steps, num_tokens}))
-        self._batching = Batching(size, widths, WIDTHS)
         self._options = task.options
-        with_image = [n for n, question in enumerate(task.questions) if question.image is not None]
-        # Questions whose lines store the kept tokens, so that a report can draw them.
+        self.not_finite: set[int] = set()
+        # Kept tokens are padded to a ladder of sizes or, if all images have the same size, to the
+        # exact numbers of the rows.
+        padded_counts = None
+        if not model.config.sizes_vary:
+            num_tokens = conditions.num_tokens
+            max_counts = [row.row.pruner.schedule(model.config, num_tokens).bound for row in rows]
+            padded_counts = tuple(sorted({*max_counts, num_tokens}))
+        self._batching = Batching(batch_size, padded_counts, WIDTHS)
+        with_image = [
+            index for index, question in enumerate(task.questions) if question.image is not None
+        ]
+        # Only some answers store their kept tokens, to limit the size of the file.
         num_samples = len(with_image) if task.benchmark.keep_order else settings.samples
         positions = spread_over(len(with_image), num_samples) if num_samples else []
-        self._samples = {with_image[position] for position in positions}
+        self._sampled_indices = {with_image[position] for position in positions}
 
-    def answer(self, numbers: Sequence[int], bar: tqdm) -> None:
-        """Answers the questions with these numbers, and writes the answers row by row."""
-        rows_to_answer = [(row, [n for n in numbers if n in row.missing]) for row in self._rows]
-        rows_to_answer = [pair for pair in rows_to_answer if pair[1]]
-        if not rows_to_answer:
+    def answer(self, chunk: Sequence[int], bar: tqdm) -> None:
+        """Answers a chunk of questions in the rows without an answer, and writes the answers.
+
+        Args:
+            chunk: indices of the questions.
+            bar: progress bar, which counts answers.
+        """
+        missing_in_rows = [
+            (row, [index for index in chunk if index in row.missing]) for row in self._rows
+        ]
+        missing_in_rows = [(row, missing) for row, missing in missing_in_rows if missing]
+        if not missing_in_rows:
             return
-        model, config, questions = self._model, self._model.config, self._task.questions
+        model, questions = self._model, self._task.questions
         encoded = encode_questions(
             model,
-            [questions[number] for number in numbers],
+            [questions[index] for index in chunk],
             batch_size=self._batching.batch_size,
-            taps=[tap for row, _ in rows_to_answer for tap in row.row.pruner.taps(config)],
+            taps=[tap for row, _ in missing_in_rows for tap in row.row.pruner.taps(model.config)],
             execution=self._options.execution,
-            numbers=numbers,
+            numbers=chunk,
         )
-        lines_without_image = self._answer_plain(encoded)
+        lines_without_image = self._answer_without_image(encoded)
         with_image = encoded.take(np.flatnonzero(encoded.prompts.has_image))
-        for _, group in itertools.groupby(rows_to_answer, lambda pair: pair[0].row.shared):
+        # Rows that differ only in their budget are adjacent.
+        for _, group in itertools.groupby(missing_in_rows, lambda pair: pair[0].row.shared):
             self._answer_group(list(group), with_image, lines_without_image, bar)
 
     def _answer_group(
@@ -373,90 +443,102 @@ class _Answerer:
     ) -> None:
         """Answers rows that differ only in their budget, and writes the answers.
 
-        Their method orders the tokens of an image once.
+        The pruning method orders the tokens of each image once for all of these rows.
 
         Args:
-            group: the rows, each with the numbers of its missing questions.
-            with_image: encoded questions with an image.
-            lines_without_image: lines of the questions without an image, by number.
-            bar: progress bar of answers.
+            group: the rows, each with the indices of its unanswered questions.
+            with_image: all questions of the chunk with an image.
+            lines_without_image: answers to the questions without an image, by question index.
+            bar: progress bar, which counts answers.
         """
-        numbers = with_image.prompts.number
-        positions_of_rows = [np.flatnonzero(np.isin(numbers, missing)) for _, missing in group]
-        variants = [
-            (row.row.pruner, positions)
-            for (row, _), positions in zip(group, positions_of_rows, strict=True)
+        # Positions in `with_image` of the unanswered questions of each row.
+        positions_of_rows = [
+            np.flatnonzero(np.isin(with_image.prompts.number, missing)) for _, missing in group
         ]
-        generator = Generator(self._model, variants[0][0], options=self._options)
+        pruners = [row.row.pruner for row, _ in group]
+        generator = Generator(self._model, pruners[0], options=self._options)
+        variants = list(zip(pruners, positions_of_rows, strict=True))
         answers_of_rows = generator.answer_set(with_image, self._batching, variants, partial=True)
-        for (row, missing_numbers), positions, answers in zip(
+        for (row, missing), positions, answers in zip(
             group, positions_of_rows, answers_of_rows, strict=True
         ):
             bar.set_postfix_str(row.file.path.stem, refresh=False)
-            lines = lines_without_image | self._lines(with_image.take(positions), row.row, answers)
-            questions = self._task.questions
-            self.without_answer |= {n for n in missing_numbers if n not in lines}
-            answerable = [n for n in missing_numbers if n in lines]
-            objects = [answer_object(row.file, n, questions[n], lines[n]) for n in answerable]
+            lines = self._make_lines(with_image.take(positions), row.row, answers)
+            lines |= lines_without_image
+            objects = []
+            for index in missing:
+                if index in lines:
+                    question = self._task.questions[index]
+                    objects.append(answer_object(row.file, index, question, lines[index]))
+                else:
+                    self.not_finite.add(index)
             append(row.file.part(jax.process_index()), objects)
-            bar.update(len(missing_numbers))
+            bar.update(len(missing))
 
-    def _lines(
+    def _make_lines(
         self, with_image: EncodedQuestions, row: TableRow, answers: Answers
     ) -> dict[int, AnswerLine]:
-        """Returns the lines of a row's answers by number of the question.
+        """Builds the lines of a row's answer file by question index.
 
-        Questions with logits that are not finite have no line.
+        Args:
+            with_image: the questions, with one image each.
+            row: the row.
+            answers: answers of the row to these questions.
+
+        Returns:
+            One line per question, without the questions whose logits are not finite.
         """
         lines = {}
-        grids = with_image.images.grid[with_image.prompts.image_of[:, 0]].tolist()
-        sizes = with_image.sizes.tolist()
-        counts = np.stack(
-            [with_image.prompts.length - 1, with_image.prompts.num_words, answers.kept], axis=1
-        )
-        for position, number in enumerate(with_image.prompts.number.tolist()):
+        prompts = with_image.prompts
+        grids = with_image.images.grid[prompts.image_of[:, 0]].tolist()
+        num_tokens = with_image.sizes.tolist()
+        num_text_tokens = (prompts.length - 1).tolist()  # without the image placeholder
+        num_words, num_kept = prompts.num_words.tolist(), answers.kept.tolist()
+        for position, index in enumerate(prompts.number.tolist()):
             if not answers.finite[position]:
                 continue
-            text, words, kept = counts[position].tolist()
+            grid, kept_count = grids[position], num_kept[position]
             flops = first_token_flops(
                 self._model.backbone,
                 row.pruner.without_weights,
-                tuple(grids[position]),
-                text=text,
-                words=words,
-                kept=kept,
+                tuple(grid),
+                num_text_tokens=num_text_tokens[position],
+                num_words=num_words[position],
+                num_kept=kept_count,
             )
-            fields = {"gflops": sum(flops.values()) / 1e9, **_bound(row, kept, sizes[position])}
-            if number in self._samples and row.budget.kind != "all":
+            fields = {"gflops": sum(flops.values()) / 1e9}
+            fields |= _count_bound(row, kept_count, num_tokens[position])
+            if index in self._sampled_indices and row.budget.kind != "all":
                 order = answers.order[position].tolist()
-                order = self._model.backbone.token_cells(grids[position], order).tolist()
                 fields |= {
-                    "order": order,
-                    "grid": grids[position],
-                    "visual_tokens": sizes[position],
+                    "order": self._model.backbone.token_cells(grid, order).tolist(),
+                    "grid": grid,
+                    "visual_tokens": num_tokens[position],
                 }
             answer_ms = milliseconds(answers.seconds[position])
-            lines[number] = AnswerLine(
-                answers.texts[position], int(answers.kept[position]), answer_ms, fields
-            )
+            lines[index] = AnswerLine(answers.texts[position], kept_count, answer_ms, fields)
         return lines
 
-    def _answer_plain(self, encoded: EncodedQuestions) -> dict[int, AnswerLine]:
+    def _answer_without_image(self, encoded: EncodedQuestions) -> dict[int, AnswerLine]:
         """Answers the questions without an image, whose answers are equal for all methods.
 
+        Args:
+            encoded: all questions of a chunk.
+
         Returns:
-            The lines of the answers by number of the question.
+            The lines of these answers by question index, without the questions whose logits are
+            not finite.
         """
         positions = np.flatnonzero(~encoded.prompts.has_image)
         if not len(positions):
             return {}
-        without_image = encoded.take(positions)._replace(seconds=0.0)
+        without_image = encoded.take(positions)._replace(seconds=0.0)  # no time in the tower
         generator = Generator(self._model, AllTokens(), options=self._options)
         (answers,) = generator.answer_set(without_image, self._batching, partial=True)
-        numbers = without_image.prompts.number.tolist()
-        columns = zip(numbers, answers.texts, answers.seconds, answers.finite, strict=True)
+        indices = without_image.prompts.number.tolist()
+        columns = zip(indices, answers.texts, answers.seconds, answers.finite, strict=True)
         return {
-            number: AnswerLine(text, 0, milliseconds(seconds))
-            for number, text, seconds, is_finite in columns
+            index: AnswerLine(text, kept=0, ms=milliseconds(seconds))
+            for index, text, seconds, is_finite in columns
             if is_finite
         }

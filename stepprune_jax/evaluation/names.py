@@ -25,13 +25,17 @@ def without_own_stop(name: str) -> str:
 def row_place(
     method: str, mode: str, budget: int | None, labels: Sequence[str]
 ) -> tuple[bool | int | str, ...]:
-    """Returns a key that sorts rows: all tokens, learned stops, then budgets from large to small.
+    """Returns a sort key for table rows.
+
+    Rows are sorted by: all tokens first, then learned stops, then budgets from large to small. Rows
+    of one budget are in the order of `labels`, followed by further methods in alphabetical order.
 
     Args:
         method: name of the row.
         mode: "exact" or "adaptive"; exact rows come first.
-        budget: tokens kept; None for a learned stop.
-        labels: order of the methods within a budget.
+        budget: number of tokens kept; None for a learned stop without a budget.
+        labels: names of methods in display order.
     """
-    rank = labels.index(method) if method in labels else len(labels)
-    return method != ALL, budget is not None, -(budget or 0), rank, method, mode != "exact"
+    method_rank = labels.index(method) if method in labels else len(labels)
+    has_budget = budget is not None
+    return method != ALL, has_budget, -(budget or 0), method_rank, method, mode != "exact"

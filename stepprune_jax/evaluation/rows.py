@@ -21,11 +21,11 @@ from stepprune_jax.user_input import UserError, local_path
 
 
 class TableRow(NamedTuple):
-    """One row of a table.
+    """One row of a table: a pruning method at one budget. Built by `plan_rows`.
 
     Attributes:
         label: name of the row in tables.
-        budget: tokens to keep.
+        budget: number of tokens to keep.
         pruner: the pruning method with this budget.
         policy: name of the row's policy in `Conditions.policies`; None for a method without
             weights.
@@ -38,13 +38,14 @@ class TableRow(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """Mode of the budget: "exact" for every image, or "adaptive" with a learned stop."""
+        """The mode: "exact" if every image keeps the budget, "adaptive" if the count varies."""
         return "exact" if self.budget.is_exact else "adaptive"
 
     def count(self, num_tokens: int) -> int | None:
-        """Returns the number of tokens kept of an image with `num_tokens` tokens.
+        """Returns the number of kept tokens of an image with `num_tokens` visual tokens.
 
-        For a mean budget this is the mean over images. For a learned stop it is None.
+        For a mean budget, the result is the mean over images. For a learned stop without a budget,
+        it is None.
         """
         return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
@@ -61,24 +62,27 @@ def plan_rows(
     biases: Biases,
     seed: int,
 ) -> list[TableRow]:
-    """Plans the rows that the settings ask for.
+    """Plans the rows of a table: each method at each budget of the settings.
 
-    The rows are all tokens, then the methods without weights at each budget, then each policy: with
-    exact budgets, with mean budgets if it has biases, and with its learned stop if requested.
+    The first row is the unpruned model. The methods without weights follow, then the trained
+    policies. A policy has rows with exact budgets, and with stop biases also rows with mean
+    budgets. A policy that `settings.learned_stops` names also has a row without a budget.
 
     Args:
         settings: settings of the evaluation.
         config: configuration of the model.
         policies: the policies by row name.
-        biases: stop biases by row name and budget; a policy without biases gets no mean budgets.
+        biases: stop biases by row name and budget. A stop bias makes a learned stop meet a budget
+            on average.
         seed: seed of random methods.
 
     Returns:
-        The rows. Methods that do not support the model are skipped, unless `settings.methods` names
-        them.
+        The rows. A method that does not support the model has no row, unless `settings.methods`
+        names it.
 
     Raises:
-        ValueError: a named method does not support the model, or an option is bad.
+        ValueError: a method that `settings.methods` names does not support the model, or an option
+            is invalid.
     """
     rows = _plan_untrained_rows(settings, config, seed)
     for name, policy in policies.items():
@@ -87,23 +91,33 @@ def plan_rows(
 
 
 def _plan_untrained_rows(settings: EvalSettings, config: ModelConfig, seed: int) -> list[TableRow]:
-    """Plans the rows of methods without weights, as described in `plan_rows`."""
+    """Plans the rows of the unpruned model and of the methods without weights.
+
+    Args:
+        settings: settings of the evaluation.
+        config: configuration of the model.
+        seed: seed of random methods.
+
+    Raises:
+        ValueError: as described in `plan_rows`.
+    """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows = []
-    for name, kind in PRUNERS.items():
-        if kind.config_type is not None:
+    for name, method in PRUNERS.items():
+        if method.config_type is not None:  # a trained method, see `_plan_policy_rows`
             continue
-        options = {"seed": seed} if kind.is_random else {}
+        options = {"seed": seed} if method.is_random else {}
         options |= settings.pruner_options.get(name, {})
-        for budget in [Budget()] if kind.budgets == ("all",) else budgets:
-            row = TableRow(kind.label, budget, build_pruner(name, budget, options=options))
+        # The unpruned model is a method whose only budget is all tokens.
+        for budget in [Budget()] if method.budgets == ("all",) else budgets:
+            pruner = build_pruner(name, budget, options=options)
             try:
-                row.pruner.check(config, config.max_image_tokens)
+                pruner.check(config, config.max_image_tokens)
             except UserError:
-                if settings.names(kind.label):
+                if settings.names(method.label):
                     raise
                 continue
-            rows.append(row)
+            rows.append(TableRow(method.label, budget, pruner))
     return rows
 
 
@@ -114,14 +128,15 @@ def _plan_policy_rows(
     policy: TrainedPruner,
     biases: Mapping[int | str, float] | None,
 ) -> list[TableRow]:
-    """Plans the rows of one policy, as described in `plan_rows`.
+    """Plans the rows of one policy: exact budgets, mean budgets, and no budget.
 
     Args:
         settings: settings of the evaluation.
         num_tokens: visual tokens of the largest image.
         name: name of the policy's rows.
         policy: the policy.
-        biases: stop biases by budget, or None.
+        biases: stop bias for each budget of the settings. If None, a policy with a learned stop has
+            exact budgets only.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     options = settings.pruner_options.get(policy.name)
@@ -129,22 +144,23 @@ def _plan_policy_rows(
         TableRow(name, budget, build_pruner(None, budget, policy=policy, options=options), name)
         for budget in budgets
     ]
-    counts_by_threshold = not policy.has_stop and "adaptive" in policy.budgets
-    if biases is None and not counts_by_threshold:
+    # Instead of a learned stop, some methods keep all tokens with a score above a threshold.
+    has_threshold = not policy.has_stop and "adaptive" in policy.budgets
+    if biases is None and not has_threshold:
         return rows
     if biases is not None and policy.has_stop:
         for budget_setting, exact_budget in zip(settings.budgets, budgets, strict=True):
-            budget = Budget("mean", exact_budget.count(num_tokens))
-            bias = biases[budget_setting]
-            pruner = build_pruner(None, budget, policy=policy, stop_bias=bias)
-            rows.append(TableRow(name, budget, pruner, name))
+            mean_budget = Budget("mean", exact_budget.count(num_tokens))
+            stop_bias = biases[budget_setting]
+            pruner = build_pruner(None, mean_budget, policy=policy, stop_bias=stop_bias)
+            rows.append(TableRow(name, mean_budget, pruner, name))
     if name in settings.learned_stops:
-        budget = Budget("adaptive")
-        if counts_by_threshold:
-            pruner = build_pruner(None, budget, policy=policy, options=options)
+        no_budget = Budget("adaptive")
+        if has_threshold:
+            pruner = build_pruner(None, no_budget, policy=policy, options=options)
         else:
-            pruner = build_pruner(None, budget, policy=policy, stop_bias=0.0)
-        rows.append(TableRow(learned_stop(name), budget, pruner, name))
+            pruner = build_pruner(None, no_budget, policy=policy, stop_bias=0.0)
+        rows.append(TableRow(learned_stop(name), no_budget, pruner, name))
     return rows
 
 
@@ -192,19 +208,25 @@ class Conditions:
     def files(
         self, rows: Sequence[TableRow], benchmark: Benchmark, questions: Sequence[BenchmarkQuestion]
     ) -> list[AnswerFile]:
-        """Returns the answer file of each row.
+        """Returns the answer file of each row on a benchmark.
+
+        Args:
+            rows: the rows.
+            benchmark: the benchmark.
+            questions: all questions of the benchmark.
 
         Raises:
-            ValueError: two rows would have the same file.
+            ValueError: two rows have the same file name, which consists of method, mode and rounded
+                pruning rate.
         """
         digest = questions_digest(questions)
         files = [
             AnswerFile.of(self.folder, self._provenance(row, benchmark, digest, len(questions)))
             for row in rows
         ]
-        row_of_path: dict[Path, TableRow] = {}
+        row_by_path: dict[Path, TableRow] = {}
         for row, file in zip(rows, files, strict=True):
-            first_row = row_of_path.setdefault(file.path, row)
+            first_row = row_by_path.setdefault(file.path, row)
             if first_row is not row:
                 raise UserError(
                     f"{file.path} would hold the answers of {first_row.label!r} at "
@@ -216,13 +238,15 @@ class Conditions:
     def _provenance(
         self, row: TableRow, benchmark: Benchmark, questions: str, num_questions: int
     ) -> Provenance:
-        """Returns the conditions that are stored with the answers of a row.
+        """Returns all settings that determine the answers of a row.
+
+        They are stored next to the answers. A run with another provenance cannot add answers.
 
         Args:
             row: the row.
             benchmark: the benchmark.
-            questions: digest of its questions.
-            num_questions: number of its questions.
+            questions: digest of the benchmark's questions.
+            num_questions: number of the benchmark's questions.
         """
         settings = {
             "weights": self.weights,
@@ -230,14 +254,17 @@ class Conditions:
             "positions": self.settings.positions,
             "max_new_tokens": self.settings.longest_answer(benchmark),
         }
+        # Settings that were introduced later are stored only if they differ from their default, so
+        # that earlier files remain valid.
         if self.run.model.weights != "full":
             settings["language_weights"] = self.run.model.weights
         if row.policy is not None:
             settings["policy"] = self.digests[row.policy]
         pruner, is_exact = row.pruner, row.budget.is_exact
-        shared_fields = {field.name for field in dataclasses.fields(TrainedPruner)}
+        # Fields of all trained pruners, such as the budget, are stored elsewhere in the provenance.
+        common_fields = {field.name for field in dataclasses.fields(TrainedPruner)}
         for field in dataclasses.fields(pruner):
-            if field.name not in shared_fields:
+            if field.name not in common_fields:
                 value = getattr(pruner, field.name)
                 settings[field.name] = list(value) if isinstance(value, tuple) else value
         if pruner.version > 1:

@@ -1,4 +1,7 @@
-"""Scores the answer files of a run, and summarises kept tokens, time and operations."""
+"""Scores the answer files of a run, and averages kept tokens, time and FLOPs over questions.
+
+A score is a JSON object. The scores of a run are stored in its report, where tables read them.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -17,7 +20,9 @@ from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import UserError
 
 SCORES = "scores.json"
-# Fields that tables read, and whether a value is valid. Users may edit or merge the file of scores.
+# Id and prompt of an answer, which together identify a question.
+_QuestionKey = tuple[str, object]
+# Fields that tables read, each with a check of its value. Users may edit or merge score files.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "benchmark": lambda value: value in BENCHMARKS,
     **dict.fromkeys(("method", "mode", "questions"), lambda value: isinstance(value, str)),
@@ -34,7 +39,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
-    """Scores an answer file, and averages kept tokens, time and operations.
+    """Scores an answer file, and averages kept tokens, time and FLOPs over its questions.
 
     Args:
         file: the answer file.
@@ -42,10 +47,12 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         seed: seed of the run, which is stored with the score.
 
     Returns:
-        A JSON object. Its "headline" is the score, or None with the reason in "problem". "mean_k",
-        "sd_k", "min_k", "max_k" (kept tokens) and "gflops" cover the questions with an image. A
-        figure is None if no answer has it. For a learned stop, "at_floor" and "at_cap" are the
-        fractions of counts at the minimum and at T_max; they are absent if both are 0.
+        A JSON object with these fields, among others. "headline" is the score that papers report,
+        or None with the reason in "problem". "mean_k", "sd_k", "min_k" and "max_k" are statistics
+        of kept tokens, and "gflops" is a mean, over the questions with an image. "ms" is the mean
+        time of all questions. A figure is None if no answer has it. "at_floor" and "at_cap" are the
+        fractions of questions whose learned stop kept its minimum or maximum (T_max) of tokens;
+        both are absent if both are 0.
     """
     provenance, answers, problem = file.provenance, [], None
     try:
@@ -69,100 +76,140 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
 
 
 def score_hard(files: Sequence[AnswerFile], root: Path) -> dict[Path, JsonObject]:
-    """Scores complete answer files of a benchmark on the questions that pruning can get wrong.
+    """Scores complete answer files of a benchmark on hard questions only.
 
-    The questions follow VTC-Bench (https://arxiv.org/abs/2510.07143): their answer is correct with
-    all tokens, and wrong if the image is downsampled to the budget of the file. A question that a
-    coarser image also answers does not distinguish methods.
+    A question is hard for a budget if its answer is correct with all tokens, and wrong if the image
+    is downsampled to the budget. A question that a coarser image also answers does not distinguish
+    pruning methods. Follows VTC-Bench (https://arxiv.org/abs/2510.07143).
 
     Args:
         files: the files, among them one of all tokens and some of `DOWNSAMPLED`.
-        root: folder of the annotations.
+        root: folder of the benchmark's annotations.
 
     Returns:
-        For each file with such questions: `hard`, the percentage of correct answers, and
-        `hard_questions`, the number of questions.
+        By path of the file, "hard", the percentage of correct answers to hard questions, and
+        "hard_questions", the number of hard questions. A file is omitted if its budget has no hard
+        questions, or if it cannot be graded.
     """
-    correct_by_file: dict[Path, dict[tuple[str, object], bool]] = {}
+    correct_by_path: dict[Path, dict[_QuestionKey, bool]] = {}
     for file in files:
         with contextlib.suppress(OSError, ValueError):  # `score_file` reports these errors
-            grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
-            keys = [(answer.id, answer.fields.get("prompt")) for answer in read_answers(file.path)]
-            graded = zip(keys, grades, strict=True)
-            correct_by_file[file.path] = {
-                key: grade >= 0.5 for key, grade in graded if grade is not None
-            }
+            correct_by_path[file.path] = _grade_questions(file, root)
     correct_by_row = {
-        (f.provenance.method, f.provenance.budget): correct_by_file.get(f.path, {}) for f in files
+        (file.provenance.method, file.provenance.budget): correct_by_path.get(file.path, {})
+        for file in files
     }
-    all_tokens_rows = [x for (method, _), x in correct_by_row.items() if method == ALL]
-    is_correct_with_all_tokens = all_tokens_rows[0] if all_tokens_rows else {}
+    all_tokens_rows = [correct for (method, _), correct in correct_by_row.items() if method == ALL]
+    correct_with_all_tokens = all_tokens_rows[0] if all_tokens_rows else {}
     scores: dict[Path, JsonObject] = {}
     for file in files:
-        is_correct_downsampled = correct_by_row.get((DOWNSAMPLED, file.provenance.budget), {})
+        correct_downsampled = correct_by_row.get((DOWNSAMPLED, file.provenance.budget), {})
         hard_keys = [
             key
-            for key, is_correct in is_correct_with_all_tokens.items()
-            if is_correct and not is_correct_downsampled.get(key, True)
+            for key, is_correct in correct_with_all_tokens.items()
+            # A question that the downsampled row lacks is not hard.
+            if is_correct and not correct_downsampled.get(key, True)
         ]
-        if hard_keys and file.path in correct_by_file:
-            num_correct = sum(correct_by_file[file.path].get(key, False) for key in hard_keys)
+        if hard_keys and file.path in correct_by_path:
+            num_correct = sum(correct_by_path[file.path].get(key, False) for key in hard_keys)
             percentage = round(100 * num_correct / len(hard_keys), 2)
             scores[file.path] = {"hard": percentage, "hard_questions": len(hard_keys)}
     return scores
 
 
+def _grade_questions(file: AnswerFile, root: Path) -> dict[_QuestionKey, bool]:
+    """Returns whether each question of a file is answered correctly.
+
+    Questions with an unknown correct answer are omitted. A fractional grade counts as correct from
+    0.5 on.
+
+    Args:
+        file: the answer file.
+        root: folder of the benchmark's annotations.
+
+    Returns:
+        Whether the answer is correct, by id and prompt of the question.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file is malformed.
+    """
+    grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
+    answers = read_answers(file.path)
+    return {
+        (answer.id, answer.fields.get("prompt")): grade >= 0.5
+        for answer, grade in zip(answers, grades, strict=True)
+        if grade is not None
+    }
+
+
 def _read_complete_lines(file: AnswerFile) -> list[GivenAnswer]:
-    """Reads the complete lines of a file. Its last line is broken while a run writes it."""
+    """Reads the complete lines of a file. While a run writes the file, its last line is broken."""
+    # The reader refuses a file without any complete line.
     return read_answers(file.path, broken=[]) if b"\n" in file.path.read_bytes() else []
 
 
 def about_images(answers: Sequence[GivenAnswer]) -> Bool[np.ndarray, "q"]:
     """Returns a mask of the answers to questions with an image.
 
-    Such answers have operations. If no answer has operations, the mask is all True.
+    The evaluation records FLOPs for questions with an image only. If no answer has FLOPs, another
+    program wrote the file, and the mask is all True.
     """
     has_flops = np.array(["gflops" in answer.fields for answer in answers], bool)
     return has_flops | ~has_flops.any()
 
 
 def _summarize(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
-    """Returns mean and spread of kept tokens, and means of time and operations, of answers."""
+    """Computes statistics of kept tokens, and the means of time and FLOPs.
+
+    Args:
+        answers: the answers of a file; may be empty.
+
+    Returns:
+        The fields "mean_k", "sd_k", "min_k", "max_k", "ms", "gflops", "at_floor" and "at_cap", as
+        described in `score_file`.
+    """
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))
-    counts = [answer.fields.get("kept") for answer in answers]
     has_image = about_images(answers)
     # Another program may have written the file, so a count may be missing.
-    kept = np.array([count if is_count(count, 0) else 0 for count in counts])[has_image]
+    counts = [answer.fields.get("kept") for answer in answers]
+    num_kept = np.array([count if is_count(count, 0) else 0 for count in counts])[has_image]
     bounds = np.array([str(answer.fields.get(BOUND)) for answer in answers])[has_image]
-    bound_names = {"at_floor": "minimum", "at_cap": "T_max"}
-    fractions = {name: float(np.mean(bounds == value)) for name, value in bound_names.items()}
-    times, flops = (
-        [value for value in (answer.fields.get(name) for answer in answers) if is_number(value)]
-        for name in ("ms", "gflops")
-    )
+    at_bounds = {
+        "at_floor": float(np.mean(bounds == "minimum")),
+        "at_cap": float(np.mean(bounds == "T_max")),
+    }
+    times = [answer.fields["ms"] for answer in answers if is_number(answer.fields.get("ms"))]
+    gflops = [
+        answer.fields["gflops"] for answer in answers if is_number(answer.fields.get("gflops"))
+    ]
     return {
-        "mean_k": float(kept.mean()),
-        "sd_k": float(kept.std()),
-        "min_k": int(kept.min()),
-        "max_k": int(kept.max()),
+        "mean_k": float(num_kept.mean()),
+        "sd_k": float(num_kept.std()),
+        "min_k": int(num_kept.min()),
+        "max_k": int(num_kept.max()),
         "ms": float(np.mean(times)) if times else None,
-        "gflops": float(f"{np.mean(flops):.4g}") if flops else None,
-        **(fractions if any(fractions.values()) else {}),
+        "gflops": float(f"{np.mean(gflops):.4g}") if gflops else None,
+        **(at_bounds if any(at_bounds.values()) else {}),
     }
 
 
-def _score(file: AnswerFile, root: Path, num_answered: int, problem: str | None) -> JsonObject:
-    """Returns the fields of a benchmark's `Score`, and the "problem" that prevented a score.
+def _score(file: AnswerFile, root: Path, num_answered: int, read_error: str | None) -> JsonObject:
+    """Scores a file if it answers all questions.
 
     Args:
         file: the answer file.
         root: folder of the benchmark's annotations.
         num_answered: number of answers in the file.
-        problem: fault of the file, or None.
+        read_error: message of the error if the file could not be read, otherwise None.
+
+    Returns:
+        The fields of `benchmarks.Score`, and "problem", which is None or the reason why there is
+        no score.
     """
     num_questions = file.provenance.asked
-    problem = problem or f"{num_answered:,} of {num_questions:,} questions answered so far"
+    problem = read_error or f"{num_answered:,} of {num_questions:,} questions answered so far"
     if num_answered >= num_questions:
         try:
             score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
@@ -173,12 +220,14 @@ def _score(file: AnswerFile, root: Path, num_answered: int, problem: str | None)
 
 
 def _is_score(score: JsonObject) -> bool:
-    """Returns whether an object has the fields that tables are built from."""
-    is_valid = all(is_valid_value(score[name]) for name, is_valid_value in _FIELDS.items())
+    """Returns whether an object has the fields that tables read, with valid values."""
+    if not all(is_valid(score[name]) for name, is_valid in _FIELDS.items()):
+        return False
     # The first two exist in runs that downsample, the last two for a learned stop.
-    optional = ("hard", "hard_questions", "at_floor", "at_cap")
-    is_valid = is_valid and all(is_number(score.get(name, 0)) for name in optional)
-    return is_valid and (score["mean_k"] is None) == (score["sd_k"] is None)
+    optional_fields = ("hard", "hard_questions", "at_floor", "at_cap")
+    if not all(is_number(score.get(name, 0)) for name in optional_fields):
+        return False
+    return (score["mean_k"] is None) == (score["sd_k"] is None)
 
 
 def read_scores(workdir: str | Path) -> list[JsonObject]:
@@ -188,11 +237,11 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
         workdir: folder of the run.
 
     Returns:
-        Objects as `score_file` returns them.
+        One object per answer file, as `score_file` returns it.
 
     Raises:
         FileNotFoundError: the run has no scores yet.
-        ValueError: the file is damaged.
+        ValueError: the file is not a list of scores.
     """
     path = Path(workdir) / "report" / SCORES
     if not path.is_file():
@@ -200,6 +249,7 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
     try:
         scores = read_json_list(path, "score")
         are_valid = all(map(_is_score, scores))
+    # A value that is not an object, or that lacks a field, makes `_is_score` raise.
     except (UserError, AttributeError, KeyError, TypeError):
         are_valid = False
     if not are_valid:

@@ -55,27 +55,28 @@ class EvalSettings(Settings, path="config.eval"):
             empty selects all rows.
         options: options by pruner, such as "fastv layer=3 average=False; autoselect diversity=0.1".
             Options of a trained method apply to all its rows. A learned stop takes no options.
-        samples: number of questions of each public benchmark whose kept tokens are stored, so that
-            the report can draw them.
-        budgets: exact numbers of tokens, which are means for a learned stop; or fractions of each
-            image's tokens, such as "1/3" or "33.3%".
+        samples: number of questions per public benchmark whose answers store the kept tokens, so
+            that the report can draw them.
+        budgets: numbers of tokens to keep, or fractions of each image's tokens such as "1/3" or
+            "33.3%". Each budget gives an exact row and, for a learned stop, a row that meets the
+            budget on average.
         batch_size: questions per batch.
         max_new_tokens: longest answer in tokens; None selects the limit of the benchmark's program.
         positions: position ids of kept tokens: "original", "compact", or "own" for the choice of
             each method's authors.
         rows: policy files of further trained rows, by row name. A row whose file is missing is
             skipped, unless `methods` names it.
-        learned_stops: rows that are also evaluated with their learned stop without a bias, or with
-            their threshold.
-        validation_questions: largest number of questions that biases are calibrated on; 0 selects
-            all of them.
+        learned_stops: rows that are also evaluated without a budget: the number of tokens follows
+            from the learned stop as trained, or from the threshold of the method.
+        validation_questions: maximum number of questions that stop biases are calibrated on; 0
+            selects all questions.
         remarks: lines about the rows for readers of the report.
     """
 
     benchmarks: str = setting(
         folder.BENCHMARK.name,
         f"some of {', '.join(BENCHMARKS)}",
-        lambda value: {*_listed(value)} <= BENCHMARKS.keys(),
+        lambda value: {*_split(value)} <= BENCHMARKS.keys(),
     )
     data: str = DATA
     questions: Mapping[str, str] = setting(
@@ -105,11 +106,11 @@ class EvalSettings(Settings, path="config.eval"):
         self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
         self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
-        row_names = [name for name, kind in PRUNERS.items() if kind.label in labels]
-        row_names = list(dict.fromkeys([*row_names, *labels]))
-        lower_names = {name.lower() for name in row_names}
-        unknown = [name for name in _listed(self.methods) if name.lower() not in lower_names]
-        self.expect("methods", not unknown, f"some of {', '.join(row_names)}")
+        pruner_names = [name for name, kind in PRUNERS.items() if kind.label in labels]
+        method_names = list(dict.fromkeys([*pruner_names, *labels]))
+        lower_names = {name.lower() for name in method_names}
+        unknown_names = [name for name in _split(self.methods) if name.lower() not in lower_names]
+        self.expect("methods", not unknown_names, f"some of {', '.join(method_names)}")
         # Biases of a learned stop are calibrated without options.
         names_with_options = [name for name, kind in PRUNERS.items() if not kind.has_stop]
         expected = f"options after names of {', '.join(names_with_options)}"
@@ -118,13 +119,16 @@ class EvalSettings(Settings, path="config.eval"):
     @property
     def benchmark_names(self) -> list[str]:
         """Names in `benchmarks`, without repetitions."""
-        return list(dict.fromkeys(_listed(self.benchmarks)))
+        return list(dict.fromkeys(_split(self.benchmarks)))
 
     @property
     def pruner_options(self) -> dict[str, dict[str, str]]:
-        """Options by name of the pruner, as text by key."""
-        parts = [part.split() for part in self.options.split(";") if part.strip()]
-        return {name: read_options("config.eval.options", texts) for name, *texts in parts}
+        """The setting `options`, parsed: by name of the pruner, a text for each option."""
+        words_by_pruner = [text.split() for text in self.options.split(";") if text.strip()]
+        return {
+            name: read_options("config.eval.options", option_texts)
+            for name, *option_texts in words_by_pruner
+        }
 
     def longest_answer(self, benchmark: Benchmark) -> int:
         """Returns the length limit of answers to a benchmark, in tokens."""
@@ -132,20 +136,20 @@ class EvalSettings(Settings, path="config.eval"):
 
     def names(self, label: str) -> bool:
         """Returns whether `methods` names a row, by its label or by the name of its pruner."""
-        listed_names = _listed(self.methods.lower())
+        method_names = _split(self.methods.lower())
         pruner_names = [kind.name for kind in PRUNERS.values() if kind.label == label]
-        return any(name in listed_names for name in (label.lower(), *pruner_names))
+        return any(name in method_names for name in (label.lower(), *pruner_names))
 
     def wants(self, label: str) -> bool:
-        """Returns whether a row is answered: `methods` names it or is empty."""
-        return not _listed(self.methods) or self.names(label)
+        """Returns whether a row is evaluated: `methods` names it or is empty."""
+        return not _split(self.methods) or self.names(label)
 
     @property
     def labels(self) -> list[str]:
-        """Labels of the rows, in the order of tables."""
-        untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
+        """Labels of all possible rows, in display order."""
+        untrained_labels = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
         trained_labels = [label for label in self.learned if label not in self.rows]
-        return [*untrained, *self.rows, *trained_labels]
+        return [*untrained_labels, *self.rows, *trained_labels]
 
     @property
     def learned(self) -> list[str]:
@@ -153,8 +157,8 @@ class EvalSettings(Settings, path="config.eval"):
         return [kind.label for kind in weighted().values()]
 
 
-def _listed(text: str) -> list[str]:
-    """Splits a text at commas, and drops empty parts."""
+def _split(text: str) -> list[str]:
+    """Splits a text at commas, strips white space, and drops empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -195,10 +199,14 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
 
     Args:
         workdir: folder of the run.
-        policy: a policy as in `policy_file`; None selects the policy that the run trained.
+        policy: a policy in any form that `policy_file` accepts; None selects the policy that the
+            run trained.
+
+    Returns:
+        The path of the policy file.
 
     Raises:
-        FileNotFoundError: there is no such policy.
+        FileNotFoundError: the file does not exist.
     """
     if policy is not None:
         return policy_file(policy)
@@ -217,28 +225,30 @@ def read_policies(
 ) -> dict[str, TrainedPruner]:
     """Loads the policies of all trained rows.
 
-    The row of the run's policy is named by its method, and replaces a further row of that name. A
-    further row whose file is missing is skipped with a message.
+    The run's policy is the policy of `own_policy`. Its row is named by its method, and replaces a
+    row of this name in `settings.rows`. If the policy file of another row is missing, the row is
+    skipped with a message.
 
     Args:
         settings: settings of the evaluation.
         workdir: folder of the run.
         policy: policy of the default row; None selects the policy that the run trained.
-        source: model that the policies will prune for, see `load_policy_for`; None skips this
-            check.
+        source: folder of the model that the policies will prune. A policy that was trained for
+            another model is refused, see `load_policy_for`. None skips this check.
 
     Returns:
-        The policies by row name, in the order of the table.
+        The policies by row name, in display order. The run's policy is last.
 
     Raises:
-        FileNotFoundError: the policy of a necessary row is missing: the run's policy, unless
-            `methods` selects other rows, or a further row that `methods` names.
-        ValueError: a policy is damaged, or `methods` omits the row of the run's policy but names
-            another trained method.
+        FileNotFoundError: `methods` names a row whose policy is missing, or the run's policy is
+            missing although `methods` does not exclude it.
+        ValueError: a policy is damaged, or `methods` names a trained method but not the method of
+            the run's policy.
     """
     load = load_policy if source is None else functools.partial(load_policy_for, source)
     policies, run_policy = {}, None
     trained_labels = [label for label in settings.learned if settings.wants(label)]
+    # Only the run can provide the policy of a trained method without an entry in `rows`.
     needs_run_policy = any(label not in settings.rows for label in trained_labels)
     if trained_labels:
         try:
@@ -246,35 +256,47 @@ def read_policies(
         except FileNotFoundError:
             if needs_run_policy:
                 raise
-    label = None if run_policy is None else run_policy.label
-    for name in [name for name in settings.rows if settings.wants(name) and name != label]:
+    run_label = None if run_policy is None else run_policy.label
+    for label, path in settings.rows.items():
+        if label == run_label or not settings.wants(label):
+            continue
         try:
-            policies[name] = load(policy_file(settings.rows[name]))
+            policies[label] = load(policy_file(path))
         except FileNotFoundError as error:
-            if settings.names(name):
-                raise FileNotFoundError(f"row {name!r}: {error}") from error
-            distributed.say(f"no row {name!r}: {error}")
-    if label in trained_labels:
-        policies[label] = run_policy
+            if settings.names(label):
+                raise FileNotFoundError(f"row {label!r}: {error}") from error
+            distributed.say(f"no row {label!r}: {error}")
+    if run_label in trained_labels:
+        policies[run_label] = run_policy
     elif needs_run_policy:
-        settings.expect("methods", False, f"{label} among them, the row of the run's policy")
+        settings.expect("methods", False, f"{run_label} among them, the row of the run's policy")
     return policies
 
 
 def check_policies(
     policies: Mapping[str, TrainedPruner], config: ModelConfig, settings: EvalSettings
 ) -> None:
-    """Raises a ValueError that names the row if a policy does not fit the model or the budgets."""
-    n = config.max_image_tokens
+    """Checks that the budgets fit the model, and that the policies fit the model and the budgets.
+
+    Args:
+        policies: the policies by row name.
+        config: configuration of the model.
+        settings: settings with the budgets.
+
+    Raises:
+        ValueError: a budget exceeds the visual tokens of the model or the steps of a policy, or a
+            policy does not fit the model. The message names the row.
+    """
+    num_tokens = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
-    is_valid = max(counts, default=0) <= n
-    settings.expect("budgets", is_valid, f"at most the {n} visual tokens of the model")
-    max_count = max(Budget.parse(budget).count(n) for budget in settings.budgets)
+    is_valid = max(counts, default=0) <= num_tokens
+    settings.expect("budgets", is_valid, f"at most the {num_tokens} visual tokens of the model")
+    max_count = max(Budget.parse(budget).count(num_tokens) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
             policy.check_fits(config)
         except UserError as error:
             raise UserError(f"row {name!r}: {error}") from error
-        steps = policy.schedule(config, n).most
-        expected = f"at most the {steps} steps of row {name!r} for {n} visual tokens"
-        settings.expect("budgets", max_count <= steps, expected)
+        max_steps = policy.schedule(config, num_tokens).most
+        expected = f"at most the {max_steps} steps of row {name!r} for {num_tokens} visual tokens"
+        settings.expect("budgets", max_count <= max_steps, expected)

@@ -7,7 +7,12 @@ from stepprune_jax.data.llava import Question, read_answers, read_questions
 
 
 class Split(NamedTuple):
-    """Questions in the order of their file, and the answer to each."""
+    """A split of a data folder. Read by `read_split`.
+
+    Attributes:
+        questions: the questions in the order of their file.
+        answers: the correct answer to each question.
+    """
 
     questions: list[Question]
     answers: list[str]
@@ -21,14 +26,17 @@ def read_split(folder: str | Path, name: str) -> Split:
 
 
 def thin(split: Split, limit: int) -> Split:
-    """Returns at most `limit` questions at evenly spaced positions of a split; 0 keeps all."""
+    """Samples at most `limit` questions of a split at regular intervals; 0 keeps all questions."""
     if not 0 < limit < len(split.questions):
         return split
-    positions = spread_over(len(split.questions), limit)
-    return Split(*([part[position] for position in positions] for part in split))
+    indices = spread_over(len(split.questions), limit)
+    return Split(
+        questions=[split.questions[index] for index in indices],
+        answers=[split.answers[index] for index in indices],
+    )
 
 
 def spread_over(total: int, limit: int) -> list[int]:
-    """Returns at most `limit` evenly spaced integers below `total`; 0 returns all of them."""
-    count = min(limit, total) if limit else total
-    return [number * total // count for number in range(count)]
+    """Returns at most `limit` indices at regular intervals from 0 to `total` - 1; 0 returns all."""
+    num_indices = min(limit, total) if limit else total
+    return [step * total // num_indices for step in range(num_indices)]

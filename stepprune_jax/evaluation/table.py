@@ -7,7 +7,7 @@ papers: "Avg." is 100 times the mean over benchmarks of (score / score with all 
 from unrounded scores. One of the runs must contain the row of all tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -31,10 +31,13 @@ Score = Mapping[str, Any]  # result of `scores.score_file`
 class MethodScores(NamedTuple):
     """The scores of one row of a table.
 
+    A row is a pruning method at one budget. Built by `merge_scores`.
+
     Attributes:
         method: name of the row.
-        mode: "exact" or "adaptive".
-        budget: tokens kept; None for a learned stop.
+        mode: "exact" if each image keeps `budget` tokens. "adaptive" if a learned stop ends the
+            selection; `budget` is then the mean over images.
+        budget: number of tokens kept; None for a learned stop without a target.
         scores: score by benchmark.
     """
 
@@ -50,29 +53,30 @@ class MethodScores(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A formatted table.
+    """A titled table of cells, ready to be printed as Markdown or HTML.
 
     Attributes:
         title: title above the table; may be empty.
         header: names of the columns.
         rows: values of the cells.
-        texts: number of text columns, which come first.
+        num_text_columns: number of left-aligned columns with text. They precede the columns with
+            figures.
     """
 
     title: str
     header: list[str]
     rows: list[list[Cell]]
-    texts: int
+    num_text_columns: int
 
 
 class BenchmarkTable(NamedTuple):
-    """The scores of all rows on all benchmarks.
+    """The scores of all rows on all benchmarks. Built by `merge_scores`.
 
     Attributes:
         benchmarks: names of the benchmarks in the order of columns.
-        num_tokens: visual tokens of the largest image.
-        rows: the rows in the order of the table.
-        remarks: lines that come first among the notes.
+        num_tokens: number of visual tokens of the largest image.
+        rows: the rows in display order.
+        remarks: remarks of the user, which precede the generated notes.
     """
 
     benchmarks: list[str]
@@ -82,23 +86,34 @@ class BenchmarkTable(NamedTuple):
 
     @property
     def all_tokens(self) -> MethodScores | None:
-        """The row of all tokens, or None."""
+        """The row of the unpruned model, which keeps all tokens; None if no run has this row."""
         return self.rows[0] if self.rows[0].method == ALL else None
 
     def average(self, row: MethodScores) -> float | None:
-        """Returns the average retention of a row in percent.
+        """Returns the mean over benchmarks of score / unpruned score, in percent.
 
-        The result is None if the row lacks a score that the row of all tokens has.
+        Benchmarks on which the unpruned model has no score are excluded.
+
+        Args:
+            row: a row of the table.
+
+        Returns:
+            The average retention. None if there is no unpruned score, if one is 0, or if `row`
+            lacks a score that the unpruned model has.
         """
-        reference = _headlines(self.all_tokens) if self.all_tokens else {}
-        headlines = _headlines(row)
-        if not reference or not reference.keys() <= headlines.keys() or not all(reference.values()):
+        unpruned_scores = _headlines(self.all_tokens) if self.all_tokens else {}
+        row_scores = _headlines(row)
+        if not unpruned_scores or not unpruned_scores.keys() <= row_scores.keys():
             return None
-        return average_retention([headlines[name] for name in reference], list(reference.values()))
+        if not all(unpruned_scores.values()):
+            return None
+        return average_retention(
+            [row_scores[name] for name in unpruned_scores], list(unpruned_scores.values())
+        )
 
 
 def _headlines(row: MethodScores) -> dict[str, float]:
-    """Returns the headline figure of each benchmark that has one."""
+    """Returns the main score of a row on each benchmark, omitting benchmarks without a score."""
     headlines = {name: score["headline"] for name, score in row.scores.items()}
     return {name: value for name, value in headlines.items() if value is not None}
 
@@ -109,134 +124,194 @@ def average_retention(
     """Returns 100 times the mean of score / upper bound, the column "Avg." of tables.
 
     Args:
-        scores: score of a row on each benchmark.
-        upper_bound: score of the unpruned model on each benchmark.
+        scores: score of a pruned model on each benchmark.
+        upper_bound: score of the unpruned model on each benchmark, not 0.
+
+    Raises:
+        ValueError: `scores` is empty, or the lengths differ.
     """
     if not scores:
         raise ValueError("average retention needs at least one score")
-    ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
+    ratios = [
+        float(score) / float(unpruned_score)
+        for score, unpruned_score in zip(scores, upper_bound, strict=True)
+    ]
     return 100 * sum(ratios) / len(ratios)
 
 
 def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
-    """Merges the scores of several runs to one table.
+    """Combines the scores of several runs into one table.
 
-    Methods with one name but different results in different runs get the names of their runs. A
-    complete score replaces an incomplete one.
+    A method whose results differ between runs gets one row per run, named "METHOD (RUN)". If
+    several runs have a score for the same cell of the table, a score of all questions takes
+    precedence over a score of some questions.
 
     Args:
-        runs: scores of each run, by its name.
-        labels: order of the methods; empty selects the order of `PRUNERS`. Further methods follow
-            in alphabetical order, with the default policy last.
+        runs: results of `scores.score_file` by name of the run.
+        labels: method names in display order. If empty, the order of `PRUNERS` is used. Methods
+            that are not listed follow in alphabetical order, and the default policy comes last.
 
     Returns:
         The table.
 
     Raises:
-        ValueError: runs differ in questions, visual tokens, or scores with all tokens.
+        ValueError: runs differ in questions, visual tokens, or scores of the unpruned model.
     """
-    all_scores = [(run, score) for run, scores in runs.items() for score in scores]
-    _check_equal(all_scores, "num_tokens", "visual tokens")
-    for name in {score["benchmark"] for _, score in all_scores}:
-        benchmark_scores = [(run, score) for run, score in all_scores if score["benchmark"] == name]
+    run_scores = [(run, score) for run, scores in runs.items() for score in scores]
+    _check_same_conditions(run_scores)
+    ambiguous_methods = _find_ambiguous_methods([score for _, score in run_scores])
+    scores_by_row: dict[tuple[str, str, int | None], dict[str, Score]] = {}
+    for run, score in run_scores:
+        method = score["method"]
+        if method in ambiguous_methods:
+            method = f"{method} ({run})"
+        row_key = method, score["mode"], score["budget"]
+        row_scores = scores_by_row.setdefault(row_key, {})
+        if _is_complete(score) or score["benchmark"] not in row_scores:
+            row_scores[score["benchmark"]] = score
+    labels = _order_methods(labels, {method for method, _, _ in scores_by_row})
+    sorted_keys = sorted(scores_by_row, key=lambda row_key: row_place(*row_key, labels))
+    scored_benchmarks = {score["benchmark"] for _, score in run_scores}
+    return BenchmarkTable(
+        benchmarks=[name for name in BENCHMARKS if name in scored_benchmarks],
+        num_tokens=run_scores[0][1]["num_tokens"],
+        rows=[MethodScores(*row_key, scores_by_row[row_key]) for row_key in sorted_keys],
+    )
+
+
+def _check_same_conditions(run_scores: Sequence[tuple[str, Score]]) -> None:
+    """Checks that scores of several runs are comparable.
+
+    Args:
+        run_scores: pairs (name of the run, score).
+
+    Raises:
+        UserError: two scores differ in visual tokens, or two scores of one benchmark differ in
+            questions or in the result of the unpruned model.
+    """
+    _check_equal(run_scores, "num_tokens", "visual tokens")
+    for name in {score["benchmark"] for _, score in run_scores}:
+        benchmark_scores = [(run, score) for run, score in run_scores if score["benchmark"] == name]
         _check_equal(benchmark_scores, "questions", f"questions of {name}")
-        all_tokens_scores = [
+        unpruned_scores = [
             (run, score)
             for run, score in benchmark_scores
             if score["method"] == ALL and _is_complete(score)
         ]
-        _check_equal(all_tokens_scores, "headline", f"score of {ALL} on {name}")
-    ambiguous_methods = _find_ambiguous(all_scores)
-    rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
-    for run, score in all_scores:
-        method = score["method"]
-        if method in ambiguous_methods:
-            method = f"{method} ({run})"
-        row = rows.setdefault((method, score["mode"], score["budget"]), {})
-        if _is_complete(score) or score["benchmark"] not in row:
-            row[score["benchmark"]] = score
-    benchmarks_with_scores = {score["benchmark"] for _, score in all_scores}
-    labels = _order_labels(labels, (method for method, _, _ in rows))
-    order = sorted(rows, key=lambda row: row_place(*row, labels))
-    return BenchmarkTable(
-        benchmarks=[name for name in BENCHMARKS if name in benchmarks_with_scores],
-        num_tokens=all_scores[0][1]["num_tokens"],
-        rows=[MethodScores(*key, rows[key]) for key in order],
-    )
+        _check_equal(unpruned_scores, "headline", f"score of {ALL} on {name}")
 
 
-def _order_labels(labels: Sequence[str], methods: Iterable[str]) -> list[str]:
-    """Returns the order of methods, as described in `merge_scores`."""
-    first_labels = [*labels] or [
+def _order_methods(first_labels: Sequence[str], methods: Collection[str]) -> list[str]:
+    """Returns method names in display order.
+
+    Args:
+        first_labels: names that come first. If empty, the untrained methods of `PRUNERS`.
+        methods: names of all methods of the table.
+
+    Returns:
+        `first_labels`, then further methods in alphabetical order, then the default policy.
+    """
+    first_labels = [*first_labels] or [
         kind.label for kind in PRUNERS.values() if kind.config_type is None
     ]
-    further_labels = sorted(
+    other_labels = sorted(
         {*methods} - {*first_labels}, key=lambda name: (name.startswith(DEFAULT), name)
     )
-    return first_labels + further_labels
+    return first_labels + other_labels
 
 
-def _check_equal(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
-    """Raises if the scores of several runs differ in a field; `what` describes it."""
-    for run, score in scores[1:]:
-        first_run, first = scores[0]
-        if score[field] != first[field]:
+def _check_equal(run_scores: Sequence[tuple[str, Score]], field: str, description: str) -> None:
+    """Raises a UserError if scores differ in a field.
+
+    Args:
+        run_scores: pairs (name of the run, score).
+        field: name of the field.
+        description: name of the field in the error message.
+    """
+    for run, score in run_scores[1:]:
+        first_run, first_score = run_scores[0]
+        if score[field] != first_score[field]:
             raise UserError(
-                f"{first['method']} of {first_run} and {score['method']} of {run} have different "
-                f"{what} ({first[field]} and {score[field]}): they do not belong in one table"
+                f"{first_score['method']} of {first_run} and {score['method']} of {run} have "
+                f"different {description} ({first_score[field]} and {score[field]}): they do not "
+                "belong in one table"
             )
 
 
 def _is_complete(score: Score) -> bool:
-    """Returns whether all questions are answered."""
+    """Returns whether the score covers all questions of the benchmark."""
     return score["answered"] >= score["asked"]
 
 
-def _find_ambiguous(all_scores: Sequence[tuple[str, Score]]) -> set[str]:
-    """Returns the methods whose results differ between runs."""
-    result_of: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
+def _find_ambiguous_methods(scores: Sequence[Score]) -> set[str]:
+    """Returns the names of methods that have different results for the same table cell.
+
+    Only scores of all questions are compared: an incomplete score differs in any case.
+    """
+    first_results: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
     ambiguous_methods = set()
-    for _, score in all_scores:
-        if not _is_complete(score):
-            continue
-        key = score["benchmark"], score["method"], score["mode"], score["budget"]
+    for score in filter(_is_complete, scores):
+        table_cell = score["benchmark"], score["method"], score["mode"], score["budget"]
         result = score["headline"], score["mean_k"]
-        if result_of.setdefault(key, result) != result:
+        if first_results.setdefault(table_cell, result) != result:
             ambiguous_methods.add(score["method"])
     return ambiguous_methods
 
 
 def sections(table: BenchmarkTable) -> list[Section]:
-    """Formats a table.
+    """Arranges the figures of a table for display.
+
+    Args:
+        table: the scores.
 
     Returns:
-        For one benchmark a section with all figures, otherwise one section per kind of figure.
+        For one benchmark, a single section with all figures of each row. For several benchmarks, a
+        section for each figure (score, kept tokens, time, FLOPs) with one column per benchmark.
     """
     if len(table.benchmarks) == 1:
-        objects = as_objects(table)
-        header = [name.replace("_", " ") for name in objects[0]]
-        return [Section("", header, [list(value.values()) for value in objects], 2)]
-    titles = [BENCHMARKS[name].title for name in table.benchmarks]
-    kinds: list[tuple[str, Callable[[Score], Cell], list[str]]] = [
-        ("Scores", _score_cell, ["Avg."]),
-        ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
-        ("Milliseconds per question", lambda score: _decimals(score["ms"], 1), []),
-        ("GFLOPs to the first token", lambda score: score.get("gflops"), []),
+        row_objects = as_objects(table)
+        header = [field.replace("_", " ") for field in row_objects[0]]
+        rows = [list(row_object.values()) for row_object in row_objects]
+        return [Section("", header, rows, num_text_columns=2)]
+    figure_sections = [
+        _make_section(table, "Scores", _score_cell, has_average=True),
+        _make_section(table, "Visual tokens kept, mean ± standard deviation", _kept_cell),
+        _make_section(table, "Milliseconds per question", _milliseconds_cell),
+        _make_section(table, "GFLOPs to the first token", _gflops_cell),
     ]
-    if _has_hard(table):
-        kinds.insert(1, ("Scores on hard questions, in percent of their number", _hard_cell, []))
-    tables = []
-    for title, cell, average_column in kinds:
-        rows = []
-        for row in table.rows:
-            scores = [row.scores.get(name) for name in table.benchmarks]
-            cells = [None if score is None else cell(score) for score in scores]
-            average_cell = [_decimals(table.average(row), 1)] if average_column else []
-            rows.append([_tokens_cell(table, row), row.method, row.mode, *cells, *average_cell])
-        tables.append(
-            Section(title, ["tokens", "method", "mode", *titles, *average_column], rows, 3)
-        )
-    return tables
+    if _has_hard_scores(table):
+        title = "Scores on hard questions, in percent of their number"
+        figure_sections.insert(1, _make_section(table, title, _hard_cell))
+    return figure_sections
+
+
+def _make_section(
+    table: BenchmarkTable,
+    title: str,
+    format_cell: Callable[[Score], Cell],
+    *,
+    has_average: bool = False,
+) -> Section:
+    """Builds the section of one figure, with a column for each benchmark.
+
+    Args:
+        table: the scores.
+        title: title of the section.
+        format_cell: formats the figure of one score.
+        has_average: whether a last column contains the average retention.
+    """
+    header = ["tokens", "method", "mode"]
+    header += [BENCHMARKS[name].title for name in table.benchmarks]
+    header += ["Avg."] if has_average else []
+    rows = []
+    for row in table.rows:
+        cells = [_tokens_cell(table, row), row.method, row.mode]
+        for name in table.benchmarks:
+            cells.append(format_cell(row.scores[name]) if name in row.scores else None)
+        if has_average:
+            cells.append(_decimals(table.average(row), 1))
+        rows.append(cells)
+    return Section(title, header, rows, num_text_columns=3)
 
 
 def _decimals(value: float | None, decimals: int) -> str | None:
@@ -256,123 +331,189 @@ def _score_cell(score: Score) -> str | None:
     return _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
 
 
-def _has_hard(table: BenchmarkTable) -> bool:
+def _has_hard_scores(table: BenchmarkTable) -> bool:
     """Returns whether the table has scores of `scores.score_hard`."""
     return any("hard" in score for row in table.rows for score in row.scores.values())
 
 
 def _hard_cell(score: Score) -> str | None:
+    """Formats the score on hard questions and their number."""
     return f"{score['hard']:.1f} of {score['hard_questions']:,}" if "hard" in score else None
 
 
-def _k_cell(score: Score) -> str | None:
+def _kept_cell(score: Score) -> str | None:
+    """Formats mean and standard deviation of the kept tokens."""
     return None if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
 
 
+def _milliseconds_cell(score: Score) -> str | None:
+    """Formats the mean time of a question."""
+    return _decimals(score["ms"], 1)
+
+
+def _gflops_cell(score: Score) -> Cell:
+    """Returns the mean GFLOPs of a question up to the first token of its answer."""
+    return score.get("gflops")
+
+
 def notes(table: BenchmarkTable) -> list[str]:
-    """Returns the remarks and warnings of a table, each with the rows that it applies to."""
-    rows_of_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
+    """Returns the remarks and warnings below a table, one line each.
+
+    Args:
+        table: the scores, with the warnings of benchmarks.
+
+    Returns:
+        The lines. A warning about one row ends with the name of the row. A warning about several
+        rows ends with their number.
+    """
+    rows_by_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
-        for name, score in row.scores.items():
-            for text in filter(None, (*score["warnings"], score["problem"], _at_bound(score))):
-                line = f"{BENCHMARKS[name].title}: {text}"
-                rows_of_note.setdefault(line, []).append(f"{row.method} {row.mode}")
-    if _has_hard(table):
-        rows_of_note[
+        for benchmark, score in row.scores.items():
+            messages = (*score["warnings"], score["problem"], _stop_warning(score))
+            for message in filter(None, messages):
+                note = f"{BENCHMARKS[benchmark].title}: {message}"
+                rows_by_note.setdefault(note, []).append(f"{row.method} {row.mode}")
+    rows_by_note |= {note: [] for note in _table_notes(table)}
+    lines = []
+    for note, rows in rows_by_note.items():
+        if len(rows) > 1:
+            note += f" ({len(rows)} rows)"
+        elif rows:
+            note += f" ({rows[0]})"
+        lines.append(note)
+    return lines
+
+
+def _table_notes(table: BenchmarkTable) -> list[str]:
+    """Returns the notes that concern the table in general, not certain rows."""
+    lines = []
+    if _has_hard_scores(table):
+        lines.append(
             "hard questions are right with all tokens, and wrong if downsampled to as many"
-        ] = []
-    if _gains_no_time(table):
-        rows_of_note[
+        )
+    if _is_pruning_slower(table):
+        lines.append(
             "choosing tokens of a model as small as this one takes longer than it saves: "
             "`python -m stepprune_jax.efficiency --model llava-7b` times a large one"
-        ] = []
+        )
     if not table.all_tokens:
-        rows_of_note[f"no row of {ALL}, so no retention"] = []
-    elif unscored := [
-        name for name in table.benchmarks if name not in _headlines(table.all_tokens)
-    ]:
-        titles = ", ".join(BENCHMARKS[name].title for name in unscored)
-        rows_of_note[f"retention excludes {titles}, where {ALL} has no score"] = []
-    return [
-        text + (f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows))
-        for text, rows in rows_of_note.items()
-    ]
+        lines.append(f"no row of {ALL}, so no retention")
+    else:
+        scored_benchmarks = _headlines(table.all_tokens)
+        unscored_titles = [
+            BENCHMARKS[name].title for name in table.benchmarks if name not in scored_benchmarks
+        ]
+        if unscored_titles:
+            titles = ", ".join(unscored_titles)
+            lines.append(f"retention excludes {titles}, where {ALL} has no score")
+    return lines
 
 
-def _at_bound(score: Score) -> str:
-    """Returns a warning if most counts of a learned stop are at a bound, otherwise ""."""
-    floor, cap = (score.get(name, 0.0) for name in ("at_floor", "at_cap"))
-    mean, deviation = (score[name] or 0.0 for name in ("mean_k", "sd_k"))
-    return StopCounts(mean, deviation, score["num_tokens"], floor, cap).finding
+def _stop_warning(score: Score) -> str:
+    """Returns a warning if a learned stop keeps its minimum or maximum for most questions.
+
+    Such a stop hardly adapts to the question. Other scores give "".
+    """
+    # `score_file` omits the two fractions if both are 0, for example without a learned stop.
+    counts = StopCounts(
+        mean=score["mean_k"] or 0.0,
+        deviation=score["sd_k"] or 0.0,
+        num_tokens=score["num_tokens"],
+        at_floor=score.get("at_floor", 0.0),
+        at_cap=score.get("at_cap", 0.0),
+    )
+    return counts.finding
 
 
-def _gains_no_time(table: BenchmarkTable) -> bool:
-    """Returns whether most rows that save operations take longer than all tokens."""
+def _is_pruning_slower(table: BenchmarkTable) -> bool:
+    """Returns whether most rows with fewer FLOPs than the unpruned model take more time."""
     if table.all_tokens is None:
         return False
-    full_ms, full_gflops = table.all_tokens.mean("ms"), table.all_tokens.mean("gflops")
+    unpruned_ms, unpruned_gflops = table.all_tokens.mean("ms"), table.all_tokens.mean("gflops")
     is_slower = []
     for row in table.rows[1:]:
         ms, gflops = row.mean("ms"), row.mean("gflops")
-        if None not in (full_ms, full_gflops, ms, gflops) and gflops < full_gflops:
-            is_slower.append(ms > full_ms)
+        if None not in (unpruned_ms, unpruned_gflops, ms, gflops) and gflops < unpruned_gflops:
+            is_slower.append(ms > unpruned_ms)
     return 2 * sum(is_slower) > len(is_slower)
 
 
 def as_markdown(table: BenchmarkTable) -> str:
     """Formats a table and its notes as Markdown."""
-    parts = [
-        (f"## {title}\n\n" if title else "") + markdown_rows(header, rows, texts)
-        for title, header, rows, texts in sections(table)
-    ]
-    lines = "".join(f"- {markdown_cell(note)}\n" for note in notes(table))
-    return "\n".join([*parts, *([f"## Notes\n\n{lines}"] if lines else [])])
+    blocks = []
+    for section in sections(table):
+        heading = f"## {section.title}\n\n" if section.title else ""
+        blocks.append(
+            heading + markdown_rows(section.header, section.rows, section.num_text_columns)
+        )
+    note_items = "".join(f"- {markdown_cell(note)}\n" for note in notes(table))
+    if note_items:
+        blocks.append(f"## Notes\n\n{note_items}")
+    return "\n".join(blocks)
 
 
 def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
-    """Returns one JSON object per row.
+    """Converts a table to one JSON object per row.
 
-    For one benchmark an object has all figures, for several benchmarks the main figures of each.
+    Args:
+        table: the scores.
+
+    Returns:
+        For one benchmark, objects with all figures. For several benchmarks, objects with the
+        average retention and, for each benchmark, the score under its name, and kept tokens, time
+        and FLOPs under "BENCHMARK_FIELD".
     """
     if len(table.benchmarks) == 1:
-        return [_as_object(table, row) for row in table.rows]
-    rows = []
+        return [_single_benchmark_object(table, row) for row in table.rows]
+    row_objects = []
     for row in table.rows:
-        value: dict[str, Cell] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
-        value["average"] = table.average(row)
+        row_object: dict[str, Cell] = {
+            "method": row.method,
+            "mode": row.mode,
+            "tokens": row.budget,
+            "average": table.average(row),
+        }
         for name in table.benchmarks:
             score = row.scores.get(name, {})
-            value[name] = score.get("headline")
-            fields = ("mean_k", "sd_k", "ms", "gflops")
-            value |= {f"{name}_{field}": score.get(field) for field in fields}
-        rows.append(value)
-    return rows
+            row_object[name] = score.get("headline")
+            for field in ("mean_k", "sd_k", "ms", "gflops"):
+                row_object[f"{name}_{field}"] = score.get(field)
+        row_objects.append(row_object)
+    return row_objects
 
 
-def _as_object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
-    """Returns all figures of a row of a table with a single benchmark."""
+def _single_benchmark_object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
+    """Returns all figures of a row by name, for a table with a single benchmark.
+
+    Args:
+        table: the table.
+        row: a row of the table.
+
+    Returns:
+        The figures, rounded for display. A figure that was not measured is None. "pruning_rate" and
+        "retention" are percentages relative to the unpruned model.
+    """
     (score,), benchmark = row.scores.values(), BENCHMARKS[table.benchmarks[0]]
-    reference = next(iter(table.all_tokens.scores.values())) if table.all_tokens else {}
-    reference_headline, headline = reference.get("headline"), score["headline"]
+    unpruned_score = next(iter(table.all_tokens.scores.values())) if table.all_tokens else {}
+    unpruned_headline, headline = unpruned_score.get("headline"), score["headline"]
     rate, retention = None, None
-    if headline is not None and reference_headline:
-        # The ratio of two numbers of correct answers is restored from its float, so that ties are
-        # rounded consistently.
-        ratio = Fraction(headline / reference_headline).limit_denominator(10**6)
+    if headline is not None and unpruned_headline:
+        # Accuracies are fractions with the same denominator, so their ratio is a ratio of two
+        # integers. Recovering it from the float makes rounding of ties independent of float errors.
+        ratio = Fraction(headline / unpruned_headline).limit_denominator(10**6)
         retention = round(100 * float(ratio), 2)
     if row.budget is not None:
         rate = pruning_rate(row.budget, table.num_tokens)
     elif score["mean_k"] is not None:  # a learned stop has no budget, so its mean count is used
-        rate = pruning_rate(
-            score["mean_k"], max(1, round(reference.get("mean_k") or table.num_tokens))
-        )
+        unpruned_count = round(unpruned_score.get("mean_k") or table.num_tokens)
+        rate = pruning_rate(score["mean_k"], max(1, unpruned_count))
     return {
         "method": row.method,
         "mode": row.mode,
         "pruning_rate": rate,
         benchmark.column: None if headline is None else round(headline, benchmark.decimals),
         "retention": retention,
-        **({name: score.get(name) for name in HARD} if _has_hard(table) else {}),
+        **({name: score.get(name) for name in HARD} if _has_hard_scores(table) else {}),
         "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
         "ms": None if score["ms"] is None else round(score["ms"], 3),
         "gflops": score["gflops"],
@@ -383,9 +524,11 @@ def _as_object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
 
 def write_table(folder: Path, table: BenchmarkTable) -> None:
     """Writes a table to table.md, table.csv and table.json in an existing folder."""
-    rows = as_objects(table)
+    row_objects = as_objects(table)
     (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
     (folder / f"{NAME}.csv").write_text(
-        csv_table(rows), encoding="utf-8", errors="backslashreplace"
+        csv_table(row_objects),
+        encoding="utf-8",
+        errors="backslashreplace",  # A name from the user may contain an unpaired surrogate.
     )
-    write_json(folder / f"{NAME}.json", rows)
+    write_json(folder / f"{NAME}.json", row_objects)

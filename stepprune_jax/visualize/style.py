@@ -39,27 +39,41 @@ _STYLE = {
 
 
 def looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Returns the color and the marker of each method.
+    """Returns the color and the marker of each method, for plots.
 
-    The learned stop of a method has the color of the method, and a star as its marker.
+    A method and its learned stop have the same color. The marker of a learned stop is a star.
+
+    Args:
+        methods: names of table rows.
+
+    Returns:
+        Pairs (color, marker) by name, for `methods` and for further names.
     """
-    other_methods = [name for name in dict.fromkeys(map(without_own_stop, methods))]
-    other_methods = [name for name in other_methods if name not in (ALL, DEFAULT)]
-    looks_by_method = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
-    for index, name in enumerate(other_methods):
+    base_names = dict.fromkeys(map(without_own_stop, methods))
+    looks_by_name = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
+    other_names = [name for name in base_names if name not in looks_by_name]
+    for index, name in enumerate(other_names):
         marker_index, color_index = divmod(index, len(_PALETTE))
-        looks_by_method[name] = _PALETTE[color_index], _MARKERS[marker_index % len(_MARKERS)]
-    stars = {
-        name: (looks_by_method[without_own_stop(name)][0], "*")
+        looks_by_name[name] = _PALETTE[color_index], _MARKERS[marker_index % len(_MARKERS)]
+    stop_looks = {
+        name: (looks_by_name[without_own_stop(name)][0], "*")
         for name in methods
-        if name not in looks_by_method
+        if name not in looks_by_name
     }
-    return looks_by_method | stars
+    return looks_by_name | stop_looks
 
 
 @contextlib.contextmanager
 def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
-    """Creates an empty figure of a size in inches, without changing matplotlib's global style."""
+    """Creates an empty figure in the common style, without changing matplotlib's global style.
+
+    Args:
+        width: width in inches.
+        height: height in inches.
+
+    Yields:
+        The figure. It must be drawn and saved inside the context.
+    """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), dpi=DPI)
         FigureCanvasAgg(figure)
@@ -67,7 +81,7 @@ def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
 
 
 def save(figure: Figure, out: str | Path | io.BytesIO) -> None:
-    """Writes a figure as a PNG. Characters that the font lacks become boxes."""
+    """Writes a figure as a PNG image. Characters that the font does not contain become boxes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")
+        warnings.filterwarnings("ignore", "Glyph")  # matplotlib warns of such characters
         figure.savefig(out, format="png", pil_kwargs={"optimize": True})

@@ -329,17 +329,17 @@ def test_stop_biases_of_another_policy_are_added_to_the_cached_ones(
     sample = CalibrationSet({}, spread({"pope": read_questions("pope", root)}, 8), decimals=3)
     file = tmp_path / "stop_biases.json"
     biases = StopBiases(file, {"weights": "w"}, digests, settings.budgets)
-    assert biases.known(sample) == {}
+    assert biases.read_cached(sample) == {}
     new = biases.compute(model, policies, sample, Execution(), 4)
-    assert biases.known(sample) == new and set(new["StepPrune"]) == {4, 2}
+    assert biases.read_cached(sample) == new and set(new["StepPrune"]) == {4, 2}
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads(file.read_text())["StepPrune"][:-1] == old
     # Biases of another sample are separate. Biases of other budgets are added to the entry.
-    assert biases.known(CalibrationSet({"sample": "other"}, sample.questions)) == {}
+    assert biases.read_cached(CalibrationSet({"sample": "other"}, sample.questions)) == {}
     other_budgets = StopBiases(file, {"weights": "w"}, digests, (4, 3))
-    assert other_budgets.known(sample) == {}
+    assert other_budgets.read_cached(sample) == {}
     extended = other_budgets.compute(model, policies, sample, Execution(), 4)
-    assert extended["StepPrune"][4] == new["StepPrune"][4] and biases.known(sample) == new
+    assert extended["StepPrune"][4] == new["StepPrune"][4] and biases.read_cached(sample) == new
 
 
 def test_stop_biases_depend_on_the_size_of_images(copied, config):
@@ -448,15 +448,18 @@ def test_devices_share_the_questions(run, config, tmp_path, monkeypatch, mesh, r
 
 
 @given(st.integers(0, 2000), st.integers(1, 300), st.integers(1, 5))
-def test_every_question_is_assigned_to_one_process(num_questions, size, count):
-    numbers = list(range(3, 3 + num_questions))
-    shares = [generate_stage.share(numbers, size, index, count) for index in range(count)]
+def test_every_question_is_assigned_to_one_process(num_questions, chunk_length, count):
+    indices = list(range(3, 3 + num_questions))
+    shares = [
+        generate_stage.share(indices, chunk_length, process_index=index, num_processes=count)
+        for index in range(count)
+    ]
     # Processes wait for each other after each chunk, so all need the same number of chunks.
     assert len({len(chunks) for chunks in shares}) == 1
-    assert [number for chunks in shares for chunk in chunks for number in chunk] == numbers
+    assert [index for chunks in shares for chunk in chunks for index in chunk] == indices
     sizes = [sum(map(len, chunks)) for chunks in shares]
     assert max(sizes) - min(sizes) <= 1
-    assert all(len(chunk) <= size for chunks in shares for chunk in chunks)
+    assert all(len(chunk) <= chunk_length for chunks in shares for chunk in chunks)
 
 
 def test_chunks_are_complete_batches_that_fit_into_memory(model, monkeypatch):

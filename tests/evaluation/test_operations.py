@@ -18,9 +18,15 @@ VISION = vision_flops(BACKBONE, [CONFIG.grid])
 GLIMPSE = GlimpsePruneConfig(selected_layers=(0,), reduce_layer=0)
 
 
-def parts(pruner, kept, text=20, words=5):
-    counts = {"text": text, "words": words, "kept": kept}
-    return first_token_flops(BACKBONE, pruner.without_weights, CONFIG.grid, **counts)
+def parts(pruner, num_kept, num_text_tokens=20, num_words=5):
+    return first_token_flops(
+        BACKBONE,
+        pruner.without_weights,
+        CONFIG.grid,
+        num_text_tokens=num_text_tokens,
+        num_words=num_words,
+        num_kept=num_kept,
+    )
 
 
 def prefill(tokens):

@@ -75,7 +75,7 @@ def answered(tmp_path):
 
 def page(tmp_path, answered, **options):
     table = merge_scores({"run": SCORES})
-    path = write_page(tmp_path / "index.html", table, answered, **({"samples": 3} | options))
+    path = write_page(tmp_path / "index.html", table, answered, **({"num_examples": 3} | options))
     return path.read_text()
 
 
@@ -103,10 +103,10 @@ def test_the_page_begins_with_retention_and_examples(tmp_path, answered):
     table_without_stop = merge_scores(
         {"run": [row for row in SCORES if "own stop" not in row["method"]]}
     )
-    text = write_page(tmp_path / "plain.html", table_without_stop, [], samples=0).read_text()
+    text = write_page(tmp_path / "plain.html", table_without_stop, [], num_examples=0).read_text()
     assert "With 4.0 of 9 visual tokens on average, StepPrune has 75.0 % of the score" in text
     incomplete_table = merge_scores({"run": SCORES[-1:]})
-    text = write_page(tmp_path / "unknown.html", incomplete_table, [], samples=0).read_text()
+    text = write_page(tmp_path / "unknown.html", incomplete_table, [], num_examples=0).read_text()
     assert "is not known" in text
 
 
@@ -114,7 +114,11 @@ def test_figures_without_data_are_omitted(tmp_path, answered):
     def count_figures(benchmark, **options):
         return page(tmp_path, [benchmark], **options).count("<img src=")
 
-    assert count_figures(answered._replace(questions=())) == count_figures(answered, samples=0) == 2
+    assert (
+        count_figures(answered._replace(questions=()))
+        == count_figures(answered, num_examples=0)
+        == 2
+    )
     assert count_figures(answered._replace(files=[])) == 1
     path = answered.files[0].path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
