@@ -31,10 +31,11 @@ def find(config: str) -> tuple[Path, str]:
     """Finds the file of a configuration.
 
     Args:
-        config: one of `names`, or the path of a file; an argument may follow a colon.
+        config: one of `names`, or the path of a file. A colon and an argument of `get_config` may
+            follow, as in "llava7b:literal".
 
     Returns:
-        The file, and the argument, which is "" if there is none.
+        The file, and the argument or "".
 
     Raises:
         FileNotFoundError: there is no such name or file; the message lists the names.
@@ -54,8 +55,7 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
     """Loads a configuration by calling its `get_config`.
 
     Args:
-        config: one of `names`, or the path of a file; an argument of `get_config` may follow a
-            colon, as in "llava7b:literal".
+        config: as in `find`.
         changes: changes of fields, each "field=value", such as "optimizer.lr=1e-3".
 
     Returns:
@@ -68,27 +68,34 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
     file, argument = find(config)
     try:
         get_config = runpy.run_path(str(file)).get("get_config", lambda: None)
-        settings = get_config(*[argument] * bool(argument))
+        settings = get_config(argument) if argument else get_config()
     except OSError:
         raise
-    except Exception as error:  # the file is a program, which may raise any kind
+    except Exception as error:  # the file is a program, which may raise any type of error
         raise UserError(f"{_locate(error, file)}{error}") from error
     if not isinstance(settings, Settings):
-        kind = type(settings).__name__
-        raise UserError(f"{file}: expected a get_config that returns settings, not {kind}")
-    texts = {}
+        type_name = type(settings).__name__
+        raise UserError(f"{file}: expected a get_config that returns settings, not {type_name}")
+    texts: dict[str, str] = {}  # new values by dotted name of the field
     for change in changes:
-        name, separator, texts[name] = change.partition("=")
+        name, separator, value = change.partition("=")
         require(bool(separator), f"{change!r} is no change of a field, expected FIELD=VALUE")
+        texts[name] = value
     return settings.replace(read_changes(settings, texts))
 
 
 def _locate(error: Exception, file: Path) -> str:
     """Returns the start of a message about an error in a configuration file.
 
-    For a bug in the file, this includes the line and the type of the error.
+    Args:
+        error: error that was raised by running the file or by calling its `get_config`.
+        file: the configuration file.
+
+    Returns:
+        The file for a bad value of a field. For a bug in the file, also the line and the type of
+        the error.
     """
-    if isinstance(error, ValueError):  # a refused value; the message names the field
+    if isinstance(error, ValueError):  # a bad value, whose message names the field
         return f"{file}: "
     frame = traceback.extract_tb(error.__traceback__)[-1]
     path, line = frame.filename, frame.lineno

@@ -34,7 +34,7 @@ def explain(error: ModuleNotFoundError) -> str:
     """Returns the command that installs the missing package of an import error.
 
     Raises:
-        ModuleNotFoundError: the given error, if it is not about an optional package.
+        ModuleNotFoundError: `error` itself, if the missing module is not an optional package.
     """
     package = str(error.name).partition(".")[0]
     if package not in _EXTRA:
@@ -43,11 +43,11 @@ def explain(error: ModuleNotFoundError) -> str:
 
 
 def need(package: str, reason: str) -> None:
-    """Checks that a package is installed, before long work that ends by importing it.
+    """Checks that an optional package is installed, before long work that needs it at the end.
 
     Args:
-        package: name of the package, as imported.
-        reason: start of the message.
+        package: name of the package in import statements.
+        reason: start of the message, such as the flag that needs the package.
 
     Raises:
         MissingPackageError: the package is not installed.

@@ -74,9 +74,13 @@ def weighted() -> dict[str, type[TrainedPruner]]:
 
 
 def selector_of(config: SelectorConfig) -> Any:
-    """Returns the pruner that a configuration belongs to, without weights."""
-    kind: Any = next(kind for kind in weighted().values() if kind.config_type is type(config))
-    return kind(config=config)
+    """Returns a pruner without weights, of the method that a configuration belongs to."""
+    pruner_type: Any = next(
+        pruner_type
+        for pruner_type in weighted().values()
+        if pruner_type.config_type is type(config)
+    )
+    return pruner_type(config=config)
 
 
 def build_pruner(
@@ -91,15 +95,16 @@ def build_pruner(
 
     Args:
         name: a name of `PRUNERS`; None selects the policy's method, or "all" without a policy.
-        budget: tokens to keep per image, or text for `Budget.parse`. With None, a policy uses its
-            learned stop. For a mean budget, the stop bias comes from the policy's calibration.
-        policy: a trained pruner, from `load_policy`.
-        stop_bias: number added to the policy's stop logits instead of the policy's own bias. The
-            policy then uses its learned stop, and a mean budget is only a label.
+        budget: number of tokens to keep per image, or text for `Budget.parse`. With None, a policy
+            uses its learned stop. For a mean budget, the stop bias comes from the policy's
+            calibration.
+        policy: a trained pruner from `load_policy`; None for a method without weights.
+        stop_bias: number added to the policy's stop logits, in place of the stop bias in its file.
+            The learned stop then ends the selection, and a mean budget only names the result.
         options: fields of the pruner by name; values may be text.
 
     Returns:
-        The pruner.
+        The pruner, with the weights of `policy` if there is one.
 
     Raises:
         TypeError: `policy` has another type.
@@ -118,20 +123,20 @@ def build_pruner(
     if name not in PRUNERS:
         hint = nearest(name, PRUNERS)
         raise UserError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
-    kind = PRUNERS[name]
-    if kind.config_type is not None and policy is None:
+    pruner_type = PRUNERS[name]
+    if pruner_type.config_type is not None and policy is None:
         raise UserError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
     if policy_method not in (None, name):
         raise UserError(f"the policy belongs to {policy_method!r}, not to {name!r}")
-    budget = kind.default_budget(options) if budget is None else Budget.parse(budget)
-    kind.require_kind(budget)
-    fields = _read_fields(kind, options)
+    budget = pruner_type.default_budget(options) if budget is None else Budget.parse(budget)
+    pruner_type.require_kind(budget)  # raises if the pruner does not support this kind of budget
+    fields = _read_fields(pruner_type, options)
     if stop_bias is not None:
-        can_stop = policy is not None and kind.has_stop
-        require(can_stop, "a stop bias (--stop_bias) needs a policy (--policy) that stops")
+        has_learned_stop = policy is not None and pruner_type.has_stop
+        require(has_learned_stop, "a stop bias (--stop_bias) needs a policy (--policy) that stops")
         expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number (--stop_bias)")
     if policy is None:
-        return kind(budget=budget, **fields)
+        return pruner_type(budget=budget, **fields)
     if stop_bias is not None:
         learned_stop = Budget("adaptive") if budget.kind == "mean" else budget
         return policy.replace(budget=learned_stop, stop_bias=stop_bias, **fields)
@@ -139,38 +144,53 @@ def build_pruner(
 
 
 def read_options(source: str, texts: Iterable[str]) -> dict[str, str]:
-    """Parses options of a pruner, for `build_pruner`.
+    """Parses the options of a pruner from the command line, for `build_pruner`.
 
     Args:
-        source: source of the options, for messages.
+        source: flag or setting that contains the options, for messages.
         texts: options as "KEY=VALUE".
 
     Returns:
-        The values as text by key.
+        The values by key, still as text.
 
     Raises:
         ValueError: a text has another form, or a key is given twice.
     """
-    options = {}
+    options: dict[str, str] = {}
     for text in texts:
-        key, _, value = text.partition("=")
-        is_new_pair = bool(key) and "=" in text and key not in options
-        require(is_new_pair, f"{source}: {text!r}, expected KEY=VALUE, such as layer=3, once")
+        key, separator, value = text.partition("=")
+        if not key or not separator or key in options:
+            raise UserError(f"{source}: {text!r}, expected KEY=VALUE, such as layer=3, once")
         options[key] = value
     return options
 
 
-def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts options, which may be text, to the types of a pruner's fields."""
+def _read_fields(pruner_type: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the options of a pruner to values of its fields.
+
+    Args:
+        pruner_type: the type of the pruner.
+        options: values by field name; values may be text.
+
+    Returns:
+        The checked values by field name.
+
+    Raises:
+        ValueError: an option is unknown, or its value is not valid.
+    """
     # Fields that all pruners share, such as the budget, are not options. `field.type` is a type and
     # not a string, because modules of pruners do not postpone annotations.
-    shared = {field.name for field in dataclasses.fields(TrainedPruner)}
-    types = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in shared}
+    shared_names = {field.name for field in dataclasses.fields(TrainedPruner)}
+    types = {
+        field.name: field.type
+        for field in dataclasses.fields(pruner_type)
+        if field.name not in shared_names
+    }
     values = {}
     for name, option in options.items():
         if name not in types:
             names = ", ".join(sorted(types)) or "none"
-            raise UserError(f"{kind.name} has no option {name!r}; its options: {names}")
+            raise UserError(f"{pruner_type.name} has no option {name!r}; its options: {names}")
         value = read_value(option, types[name])
-        values[name] = accepted(f"{kind.name}: option {name}", value, types[name])
+        values[name] = accepted(f"{pruner_type.name}: option {name}", value, types[name])
     return values

@@ -54,6 +54,9 @@ def setting(
         is_valid: returns whether a value of the field's type is valid. None is always valid if the
             type allows it.
         free: whether a run may be resumed with another value, because no result depends on it.
+
+    Returns:
+        The definition, to be assigned to the field in the body of the class.
     """
     metadata = {"expected": expected, "is_valid": is_valid, "free": free}
     if isinstance(default, dict):
@@ -109,14 +112,20 @@ class Settings:
             object.__setattr__(self, field.name, value)
 
     def expect(self, name: str, is_valid: bool, expected: str) -> None:
-        """Raises a UserError about a field if its value is not valid, as `user_input.expect`."""
+        """Raises a UserError about a field if its value is not valid, as in `user_input.expect`.
+
+        Args:
+            name: name of the field.
+            is_valid: result of the caller's check.
+            expected: description of valid values, for the message.
+        """
         expect(f"{self._path}.{name}", getattr(self, name), is_valid, expected)
 
     def replace(self: T, changes: Mapping[str, object]) -> T:
-        """Returns these settings with some fields changed.
+        """Returns a copy of these settings with some fields changed.
 
         Args:
-            changes: values by dotted name, such as "optimizer.lr".
+            changes: new values by dotted name, such as "optimizer.lr".
 
         Raises:
             ValueError: there is no such field, or the value is not valid.
@@ -124,7 +133,7 @@ class Settings:
         return _replace(self, changes, self._path)
 
     def flat(self) -> dict[str, object]:
-        """Returns the fields as JSON values by dotted name."""
+        """Returns the fields as JSON values by dotted name. Tuples become lists."""
         return dict(_flatten("", json.loads(json.dumps(dataclasses.asdict(self)))))
 
     def free_fields(self) -> tuple[str, ...]:
@@ -132,90 +141,116 @@ class Settings:
         return tuple(_list_free(self, ""))
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """Compares these settings with the settings of an earlier run.
+        """Lists the fields whose values differ from the settings of an earlier run.
+
+        Fields that no result depends on are omitted (`free` in `setting`).
 
         Args:
-            old: result of `flat`.
+            old: values of the earlier run by dotted name, as returned by `flat`.
 
         Returns:
-            A line "config.name: old -> new" for each field that differs. Fields that no result
-            depends on are omitted.
+            A line "config.name: old -> new" for each field that differs, in alphabetical order.
         """
         new, free_names = self.flat(), self.free_fields()
+
+        def is_free(name: str) -> bool:
+            return any(name == free or name.startswith(f"{free}.") for free in free_names)
+
         return [
             f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
             for name in sorted({*old, *new})
-            if old.get(name) != new.get(name)
-            and not any(name == free or name.startswith(free + ".") for free in free_names)
+            if old.get(name) != new.get(name) and not is_free(name)
         ]
 
 
 def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, object]:
-    """Reads changes from the command line, for `Settings.replace`.
+    """Converts changes from the command line to values for `Settings.replace`.
 
     Args:
-        settings: the settings that will be changed.
-        texts: values as text by dotted name. A text field takes the text itself; other fields take
-            a Python literal. A tuple field also takes values with commas between them, and "" for
-            the empty tuple. A value that contains a comma needs a tuple literal.
+        settings: the settings that will be changed. They determine the type of each field.
+        texts: new values as text, by dotted name. `read_value` describes the syntax.
 
     Returns:
-        The values by dotted name. A text that cannot be read stays text, which `replace` refuses.
+        The values by dotted name. A text that does not have the field's type is returned as text,
+        and `Settings.replace` raises an error for it.
     """
     return {name: read_value(text, _annotation_of(settings, name)) for name, text in texts.items()}
 
 
-def read_value(value: object, kind: Annotation) -> object:
-    """Converts a value that may be text to a type.
+def read_value(value: object, annotation: Annotation) -> object:
+    """Converts text to a value of a type, for values from the command line.
+
+    For the type `str` the value is the text itself. For other types the text is a Python literal,
+    such as "3" or "(1, 2)", or one of "true", "false" and "none" in any case. For a tuple type the
+    text can also be the items with commas between them, such as "a,b", and "" for no items.
 
     Args:
-        value: the value. Only text and lists are converted.
-        kind: the type, as in an annotation.
+        value: the text. A value that is not text is returned unchanged, except that a list becomes
+            a tuple.
+        annotation: the type, such as `int | None` or `tuple[str, ...]`.
 
     Returns:
-        The converted value. A text that cannot be read stays text, which `accepted` refuses.
+        The value. A single item for a tuple type becomes a tuple of one item. A text that cannot be
+        converted is returned as text, and `accepted` raises an error for it.
     """
-    result, is_tuple = value, get_origin(kind) is tuple
-    if isinstance(value, str) and kind is not str:
-        if is_tuple:  # the default if the text is not a literal
-            result = tuple(read_value(x, get_args(kind)[0]) for x in value.split(",") if x)
-        constants = {"true": True, "false": False, "none": None}
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            word = value.lower()
-            result = constants[word] if word in constants else ast.literal_eval(value)
-    result = tuple(result) if isinstance(result, list) else result
-    return (result,) if is_tuple and not isinstance(result, tuple) else result
+    is_tuple_type = get_origin(annotation) is tuple
+    if isinstance(value, str) and annotation is not str:
+        value = _parse_text(value, get_args(annotation)[0] if is_tuple_type else None)
+    if isinstance(value, list):
+        value = tuple(value)
+    return (value,) if is_tuple_type and not isinstance(value, tuple) else value
+
+
+def _parse_text(text: str, item_annotation: Annotation | None) -> object:
+    """Parses text as a constant, as a Python literal, or as items with commas between them.
+
+    Args:
+        text: the text.
+        item_annotation: type of the items for a tuple type; None for all other types.
+
+    Returns:
+        The value, or `text` if it cannot be parsed.
+    """
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    if item_annotation is None:
+        return text
+    return tuple(read_value(item, item_annotation) for item in text.split(",") if item)
 
 
 def accepted(
     name: str,
     value: object,
-    kind: Annotation,
+    annotation: Annotation,
     expected: str = "",
     is_valid: Validator = lambda _: True,
 ) -> object:
-    """Checks a value and returns it in the form that is stored.
+    """Checks the type and validity of a value, and converts integers to floats where necessary.
 
     Args:
         name: name of the value, for the message.
         value: the value.
-        kind: the type, as in an annotation.
-        expected: as in `setting`.
-        is_valid: as in `setting`.
+        annotation: the type, such as `int | None` or `tuple[str, ...]`.
+        expected: description of valid values, for the message; "" describes `annotation`.
+        is_valid: returns whether a value of this type is valid. None is always valid if the type
+            allows it.
 
     Returns:
-        The value. If the type has floats, integers become floats.
+        The value. An integer becomes a float if the type allows floats, also inside a tuple.
 
     Raises:
         ValueError: the value has another type or is not valid.
     """
-    is_accepted = _has_type(value, kind) and (value is None or is_valid(value))
-    expect(name, value, is_accepted, expected or _describe_type(kind))
+    is_accepted = _has_type(value, annotation) and (value is None or is_valid(value))
+    expect(name, value, is_accepted, expected or _describe_type(annotation))
     # `lr=1` and `lr=1.0` must give equal settings, which share one compiled program.
-    if isinstance(value, tuple) and _has_type((0.5,), kind):
+    if isinstance(value, tuple) and _has_type((0.5,), annotation):
         return tuple(float(item) if isinstance(item, int) else item for item in value)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_integer and _has_type(0.5, kind) else value
+    return float(value) if is_integer and _has_type(0.5, annotation) else value
 
 
 def is_count(value: object, minimum: int = 1) -> TypeGuard[int]:
@@ -231,74 +266,89 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _check_field(cls: type[Settings], field: dataclasses.Field, value: object) -> object:
-    """Checks the value of a field of `cls`, as `accepted` does."""
-    limits = {name: field.metadata[name] for name in ("expected", "is_valid") if field.metadata}
-    return accepted(f"{cls._path}.{field.name}", value, _annotations(cls)[field.name], **limits)
+    """Checks the value of a field of `cls` with `accepted`, and returns the value to store."""
+    name, annotation = f"{cls._path}.{field.name}", _annotations(cls)[field.name]
+    if not field.metadata:  # a field with a plain default, which was not defined by `setting`
+        return accepted(name, value, annotation)
+    return accepted(name, value, annotation, field.metadata["expected"], field.metadata["is_valid"])
 
 
 @functools.cache
 def _annotations(cls: type) -> dict[str, Annotation]:
+    """Returns the types of a class's fields by name."""
     return get_type_hints(cls)
 
 
-def _has_type(value: object, kind: Annotation) -> bool:
-    """Returns whether a value has the type of an annotation."""
-    origin, arguments = get_origin(kind), get_args(kind)
+def _has_type(value: object, annotation: Annotation) -> bool:
+    """Returns whether a value has the type of an annotation, such as `float | None`.
+
+    Integers are valid for `float`. Booleans are valid for neither `int` nor `float`.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_has_type(value, argument) for argument in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
-    if kind is float:
+    if annotation is float:
         return is_number(value)
-    if kind is int:
+    if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
-    return isinstance(value, origin or kind)
+    return isinstance(value, origin or annotation)
 
 
-def _describe_type(kind: Annotation) -> str:
-    """Describes the type of an annotation, for messages."""
-    arguments = [argument for argument in get_args(kind) if argument is not type(None)]
-    if get_origin(kind) is tuple:
+def _describe_type(annotation: Annotation) -> str:
+    """Describes the type of an annotation for messages, such as "a tuple, each a string"."""
+    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if get_origin(annotation) is tuple:
         return f"a tuple, each {_describe_type(arguments[0])}"
-    if get_origin(kind) is Mapping:
+    if get_origin(annotation) is Mapping:
         return "a mapping"
-    return _TYPE_NAMES.get(kind) or " or ".join(map(_describe_type, arguments)) or kind.__name__
+    if annotation in _TYPE_NAMES:
+        return _TYPE_NAMES[annotation]
+    if arguments:  # a union such as `int | str | None`
+        return " or ".join(map(_describe_type, arguments))
+    return annotation.__name__
 
 
 def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
-    """Returns settings with changed fields.
+    """Returns a copy of settings with changed fields.
 
     All fields of a group change at once, because some values are only valid together.
 
     Args:
-        settings: a dataclass.
-        changes: values by dotted name.
+        settings: a `Settings`, or another dataclass that is a group of them.
+        changes: new values by dotted name.
         path: dotted path of `settings`, for messages.
+
+    Raises:
+        ValueError: there is no such field, or the value is not valid.
     """
-    names = [field.name for field in dataclasses.fields(settings)]
+    fields = {field.name: field for field in dataclasses.fields(settings)}
     values: dict[str, object] = {}
-    group_changes: dict[str, dict[str, object]] = {}
+    group_changes: dict[str, dict[str, object]] = {}  # changes inside a group, by the group's name
     for dotted_name, value in changes.items():
         name, _, inner_name = dotted_name.partition(".")
-        if name not in names:
-            raise UserError(f"{path}.{name} is not a field.{nearest(name, names)}")
+        if name not in fields:
+            raise UserError(f"{path}.{name} is not a field.{nearest(name, fields)}")
         if inner_name:
             group_changes.setdefault(name, {})[inner_name] = value
         else:
             values[name] = value
     for name, inner_changes in group_changes.items():
-        old = values.get(name, getattr(settings, name))
-        if isinstance(old, Mapping):
-            values[name] = {**old, **inner_changes}
-        elif dataclasses.is_dataclass(old):
-            values[name] = _replace(old, inner_changes, f"{path}.{name}")
+        old_group = values.get(name, getattr(settings, name))
+        if isinstance(old_group, Mapping):
+            values[name] = {**old_group, **inner_changes}
+        elif dataclasses.is_dataclass(old_group):
+            values[name] = _replace(old_group, inner_changes, f"{path}.{name}")
         else:
             raise UserError(f"{path}.{name}.{next(iter(inner_changes))} is not a field")
     if isinstance(settings, Settings):
         # Checked before the constructor, because a run-time type checker such as jaxtyping's would
         # raise an error there that does not name the field.
-        fields = {field.name: field for field in dataclasses.fields(settings)}
-        values = {k: _check_field(type(settings), fields[k], v) for k, v in values.items()}
+        values = {
+            name: _check_field(type(settings), fields[name], value)
+            for name, value in values.items()
+        }
     with naming(path, ValueError):  # configurations of the policy raise a plain ValueError
         return dataclasses.replace(settings, **values)
 
@@ -306,14 +356,19 @@ def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
 def _annotation_of(settings: object, dotted_name: str) -> Annotation:
     """Returns the annotation of a field, or `str` if there is no such field."""
     name, _, inner_name = dotted_name.partition(".")
-    kind, value = _annotations(type(settings)).get(name, str), getattr(settings, name, None)
-    if inner_name and dataclasses.is_dataclass(value):
-        return _annotation_of(value, inner_name)
-    return kind
+    group = getattr(settings, name, None)
+    if inner_name and dataclasses.is_dataclass(group):
+        return _annotation_of(group, inner_name)
+    return _annotations(type(settings)).get(name, str)
 
 
 def _flatten(prefix: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yields the leaves of nested dicts by dotted name."""
+    """Yields (dotted name, value) for each leaf of nested dicts.
+
+    Args:
+        prefix: dotted name of `value`; "" for the root.
+        value: a dict, or a leaf.
+    """
     if isinstance(value, dict):
         for name, inner_value in value.items():
             yield from _flatten(f"{prefix}.{name}" if prefix else name, inner_value)
@@ -322,7 +377,12 @@ def _flatten(prefix: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _list_free(settings: Settings, prefix: str) -> Iterator[str]:
-    """Yields the dotted names of free fields. Fields of a free group are not listed."""
+    """Yields the dotted names of free fields. For a free group, yields only the group's name.
+
+    Args:
+        settings: the settings or a group of them.
+        prefix: dotted path of `settings` with a final dot; "" for the root.
+    """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.metadata.get("free"):

@@ -31,15 +31,18 @@ def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
 
     Args:
         image_token: whether the vocabulary contains the special token ``<image>``.
+
+    Returns:
+        A fast tokenizer of `transformers`.
     """
     import tokenizers
     import transformers
 
     words = _WORDS.split()
-    characters = sorted({c for word in words for c in word} | set("abcdefghijklmnopqrstuvwxyz"))
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    merges = []
+    characters = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz"))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = []  # pairs of tokens that are joined, one pair for each prefix of a word
     for word in words:
         for length in range(2, len(word) + 1):
             prefix = word[:length]
@@ -92,13 +95,33 @@ def tiny_hf_config(
     Returns:
         The contents of a Hugging Face ``config.json``.
     """
-    language = LlamaConfig(vocab_size, 48, 96, 2, 4, 2, 12, 1e4, 1e-5, max_positions=256)
-    raw = LlavaConfig(ClipConfig(32, 64, 3, 4, 24, 8), language, vocab_size - 1).to_hf("float32")
-    # Callers may change dtype and width, which determine these fields.
-    del raw["dtype"], raw["text_config"]["head_dim"]
-    raw["vision_config"] |= vision or {}
-    raw["text_config"] |= text or {}
-    return raw
+    language = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        rope_theta=1e4,
+        rms_norm_eps=1e-5,
+        max_positions=256,
+    )
+    tower = ClipConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=4,
+        image_size=24,
+        patch_size=8,
+    )
+    hf_config = LlavaConfig(tower, language, vocab_size - 1).to_hf("float32")
+    # Without these fields, readers derive them from the weights' dtype and the width, which callers
+    # may change.
+    del hf_config["dtype"], hf_config["text_config"]["head_dim"]
+    hf_config["vision_config"] |= vision or {}
+    hf_config["text_config"] |= text or {}
+    return hf_config
 
 
 def tiny_llava(
@@ -122,15 +145,15 @@ def tiny_llava(
         The folder.
     """
     tokenizer = tiny_tokenizer()
-    raw = tiny_hf_config(len(tokenizer), vision, text)
-    image_size = raw["vision_config"]["image_size"]
+    hf_config = tiny_hf_config(len(tokenizer), vision, text)
+    image_size = hf_config["vision_config"]["image_size"]
     processor = {
         "image_processor_type": "CLIPImageProcessor",
         "size": {"shortest_edge": image_size},
         "crop_size": {"height": image_size, "width": image_size},
     }
-    tensors = random_tensors(Llava.read(raw, None), dtype, seed)
-    return write_folder(folder, raw, processor, tensors, tokenizer)
+    tensors = random_tensors(Llava.read(hf_config, None), dtype, seed)
+    return write_folder(folder, hf_config, processor, tensors, tokenizer)
 
 
 def random_tensors(

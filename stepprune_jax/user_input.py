@@ -45,12 +45,13 @@ def expect_type(name: str, value: object, kind: type, expected: str) -> None:
 
 @contextlib.contextmanager
 def naming(place: str | Path, *error_types: type[Exception]) -> Iterator[None]:
-    """Puts a place in front of the messages of UserErrors that are raised inside the context.
+    """Puts a place in front of the messages of UserErrors that are raised inside a `with` block.
 
     Args:
-        place: source of the input, such as a file. A message that begins with it stays unchanged.
-        *error_types: further errors that become UserErrors, because other packages raise them about
-            user input.
+        place: source of the input, such as a file. A message that already begins with the place
+            stays unchanged.
+        *error_types: further types of errors that the block raises about user input. They become
+            UserErrors.
     """
     try:
         yield
@@ -69,19 +70,23 @@ def warn_once(message: str) -> None:
 
 def one_line(text: object) -> str:
     """Returns untrusted text as one printable line, with other characters escaped."""
-    joined = " ".join(str(text).split())
-    # Control characters, and surrogates: Python's form of file name bytes that are not UTF-8.
+    # Categories of control characters (Cc) and of surrogates (Cs). In file names, Python represents
+    # bytes that are not UTF-8 by surrogates. Neither can be printed.
     escaped_categories = ("Cc", "Cs")
-    return "".join(
-        x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped_categories else x
-        for x in joined
-    )
+
+    def escape(character: str) -> str:
+        if unicodedata.category(character) in escaped_categories:
+            return character.encode("unicode_escape").decode()
+        return character
+
+    return "".join(map(escape, " ".join(str(text).split())))
 
 
 def local_path(text: str | Path) -> Path:
     """Returns a path with the user's home folder in place of a leading "~".
 
-    "~name" of an unknown user stays unchanged, unlike in `Path.expanduser`, which would raise.
+    `Path.expanduser` would raise an error for "~name" of an unknown user. Here this path stays
+    unchanged.
 
     Raises:
         UserError: the user has no home folder. Without this error, a folder with the name "~" would

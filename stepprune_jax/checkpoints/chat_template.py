@@ -29,26 +29,37 @@ def warn_of_template(folder: Path, backbone: Backbone, tokenizer: Tokenizer) -> 
     """Logs a warning if a folder's chat template writes other prompts than its family's template.
 
     Args:
-        folder: the checkpoint folder. Without any template there is no warning.
-        backbone: the model family, whose published prompts are the expected ones.
+        folder: the checkpoint folder. If it has no template, nothing is logged.
+        backbone: the model family. Its `published_prompts` are the expected prompts.
         tokenizer: the folder's tokenizer, which renders templates.
     """
     for file in map(folder.joinpath, _TEMPLATE_FILES):
-        if file.is_file():
-            problem = _check_template(file, backbone, tokenizer)
-            if problem:
-                text = "%s: the chat template %s; prompts are written as by the published %s models"
-                _LOG.warning(text, file, problem, backbone.name)
-            if problem is not None:
-                return
+        problem = _check_template(file, backbone, tokenizer) if file.is_file() else None
+        if problem is None:
+            continue  # the file does not exist or has no template
+        if problem:
+            _LOG.warning(
+                "%s: the chat template %s; prompts are written as by the published %s models",
+                file,
+                problem,
+                backbone.name,
+            )
+        return  # `transformers` uses the first template, so later files do not matter
 
 
 def _check_template(file: Path, backbone: Backbone, tokenizer: Tokenizer) -> str | None:
     """Compares the prompts of a file's template with the published prompts of a family.
 
+    Args:
+        file: an existing file that may contain a template.
+        backbone: the model family.
+        tokenizer: the tokenizer that renders the template.
+
     Returns:
-        A description of the difference, "" if there is none, or None if the file has no template.
+        "" if the prompts are equal; the end of a message about the difference, such as "writes
+        other prompts"; or None if the file has no template.
     """
+    conversations = [_TURNS[:1], _TURNS]
     problem = ""
     # Some templates expect a message's content as text, some as a list of parts.
     for is_plain_text in (False, True):
@@ -56,22 +67,27 @@ def _check_template(file: Path, backbone: Backbone, tokenizer: Tokenizer) -> str
             template = _read_template(file)
             if template is None:
                 return None
-            conversations = [_TURNS[:1], _TURNS]
             prompts = [
                 _render(tokenizer, template, turns, is_plain_text) for turns in conversations
             ]
-        except Exception as error:  # a template is a program, which may raise any kind
+        except Exception as error:  # a template is a program, which may raise any type of error
             problem = problem or f"cannot be used ({' '.join(str(error).split())})"
             continue
-        expected = map(backbone.published_prompts, conversations)
-        if all(prompt in variants for prompt, variants in zip(prompts, expected, strict=True)):
+        # A family may have several published variants of each prompt. Any of them is accepted.
+        variants = map(backbone.published_prompts, conversations)
+        if all(prompt in accepted for prompt, accepted in zip(prompts, variants, strict=True)):
             return ""
         problem = "writes other prompts and is not followed"
     return problem
 
 
 def _read_template(file: Path) -> object:
-    """Reads the template of a file. If the file has several, reads the one named "default"."""
+    """Reads the chat template of a file.
+
+    Returns:
+        The template. For a file with several templates, the template named "default". None if the
+        file has no such template.
+    """
     if file.suffix == ".jinja":
         return read_text(file)
     template = read_json_object(file).get("chat_template")
@@ -85,15 +101,21 @@ def _render(
 ) -> str:
     """Renders a conversation without images by a template.
 
+    Args:
+        tokenizer: the tokenizer that renders the template.
+        template: result of `_read_template`.
+        turns: texts of the user and the assistant in turn, from the user's first text.
+        is_plain_text: True passes a message's content as text, False as a list with one text part.
+
     Returns:
         The prompt for the next answer, without the begin-of-sequence token.
     """
     messages = [
         {
-            "role": _ROLES[number % 2],
+            "role": _ROLES[turn_index % 2],
             "content": turn if is_plain_text else [{"type": "text", "text": turn}],
         }
-        for number, turn in enumerate(turns)
+        for turn_index, turn in enumerate(turns)
     ]
     text = tokenizer.apply_chat_template(
         messages, chat_template=template, tokenize=False, add_generation_prompt=True

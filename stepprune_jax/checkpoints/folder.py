@@ -37,14 +37,15 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelFolder(NamedTuple):
-    """A checkpoint folder with its parsed configuration, the result of `inspect_folder`.
+    """A checkpoint folder with its parsed configuration, as `inspect_folder` returns it.
 
     Attributes:
         folder: the local folder.
-        backbone: the family's functions, with the configuration.
+        backbone: the functions of the model family, with the configuration.
         vision_folder: local folder of a separate vision tower, or None.
-        origins: the folders or hub ids that the user gave: the model's, then the tower's.
-        repetition_penalty: default penalty for generation; 1 has no effect.
+        origins: folder or hub id that the user gave for the model, and a second one for a separate
+            vision tower.
+        repetition_penalty: default repetition penalty for generation; 1 has no effect.
     """
 
     folder: Path
@@ -60,11 +61,11 @@ class ModelFolder(NamedTuple):
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
-    """Finds a checkpoint folder, and downloads files if the name is a hub id.
+    """Finds a checkpoint folder on disk, in the package, or on the hub.
 
     Args:
         folder_or_hub_id: a local folder, the name of a shipped model, or a hub id.
-        patterns: glob patterns of the files to download.
+        patterns: glob patterns of the files to download if the name is a hub id.
 
     Returns:
         The local folder.
@@ -78,9 +79,9 @@ def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_
         return folder
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: give its folder")
-    shipped = find_shipped_model(folder_or_hub_id)
-    if shipped is not None:
-        return shipped
+    shipped_folder = find_shipped_model(folder_or_hub_id)
+    if shipped_folder is not None:
+        return shipped_folder
     missing = or_shipped(f"no folder {folder_or_hub_id}", folder_or_hub_id, "model", MODELS)
     source = hub.find_repository(folder_or_hub_id, missing)
     if patterns == SMALL_FILES:
@@ -99,7 +100,7 @@ def inspect_folder(
 
     Args:
         folder_or_hub_id: as in `load_vlm`.
-        vision_folder: folder or hub id of a separate vision tower; None selects the one that
+        vision_folder: folder or hub id of a separate vision tower; None selects the tower that
             ``config.json`` names.
         min_pixels: smallest area of a resized image in pixels, for models that take images of any
             size; None selects the area of the folder's image processor.
@@ -115,62 +116,75 @@ def inspect_folder(
         ValueError: the checkpoint or an argument is not supported.
     """
     folder = find_folder(folder_or_hub_id)
-    raw = _read_config(folder)
-    family = find_family(raw, str(folder))
+    raw_config = _read_config(folder)
+    family = find_family(raw_config, str(folder))
     file = folder / "config.json"
     with naming(file, TypeError, ValueError):
-        configured = family.vision_folder(raw)
-    stop_ids, penalty = read_generation_config(folder, raw)
-    tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
-    if configured is not None:
-        tower, origin = _vision_folder(folder, configured, vision_folder)
-        raw_tower, origins = _read_config(tower), (*origins, origin)
+        configured_tower = family.vision_folder(raw_config)
+    stop_ids, penalty = read_generation_config(folder, raw_config)
+    tower_folder, raw_tower_config, origins = None, None, (str(folder_or_hub_id),)
+    place = str(file)
+    if configured_tower is not None:
+        tower_folder, tower_origin = _find_vision_folder(folder, configured_tower, vision_folder)
+        raw_tower_config = _read_config(tower_folder)
+        origins = (*origins, tower_origin)
+        place = f"{file} with the tower of {tower_folder}"
     elif vision_folder is not None:
         raise UserError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "with a separate tower, such as the original LLaVA-v1.5"
         )
-    with naming(
-        file if tower is None else f"{file} with the tower of {tower}", TypeError, ValueError
-    ):
-        backbone = family.read(raw | stop_ids, raw_tower)
-    backbone = backbone.bound_images(tower or folder, min_pixels, max_pixels)
+    with naming(place, TypeError, ValueError):
+        backbone = family.read(raw_config | stop_ids, raw_tower_config)
+    image_folder = tower_folder or folder  # has the settings of the image processor
+    backbone = backbone.bound_images(image_folder, min_pixels, max_pixels)
     # Text-only uses need no preprocessor_config.json; reading images reports a missing one.
     with contextlib.suppress(FileNotFoundError):
-        backbone = backbone.replace(normalisation=read_normalisation(tower or folder))
-    return ModelFolder(folder, backbone, tower, origins, penalty)
+        backbone = backbone.replace(normalisation=read_normalisation(image_folder))
+    return ModelFolder(folder, backbone, tower_folder, origins, penalty)
 
 
 def fetch_weights(source: ModelFolder) -> None:
-    """Downloads the weight files of a model on the hub.
+    """Downloads the weight files of a model whose name is a hub id. Local weights are not touched.
 
     If the repository has weights in several formats, only the format that would be read is
     downloaded.
+
+    Args:
+        source: result of `inspect_folder`.
     """
     for origin in source.origins:
         for name in WEIGHT_NAMES:
             path = find_folder(origin, (name,)) / name
-            if path.is_file():
-                if path.suffix == ".json":
-                    find_folder(origin, tuple(set(read_weight_map(path, stored=False).values())))
-                break
+            if not path.is_file():
+                continue
+            if path.suffix == ".json":  # an index, whose shards are downloaded next
+                shards = set(read_weight_map(path, stored=False).values())
+                find_folder(origin, tuple(shards))
+            break
 
 
-def _vision_folder(folder: Path, configured: str, argument: str | Path | None) -> tuple[Path, str]:
+def _find_vision_folder(
+    folder: Path, configured: str, argument: str | Path | None
+) -> tuple[Path, str]:
     """Finds the folder of a separate vision tower.
 
     Args:
         folder: the model's folder. A configured relative path is looked up here.
-        configured: the name in the model's ``config.json``.
-        argument: the folder or hub id that the user gave instead, or None.
+        configured: folder or hub id of the tower in the model's ``config.json``.
+        argument: folder or hub id that the user gave instead, or None.
 
     Returns:
         The local folder, and the folder or hub id where it came from.
+
+    Raises:
+        FileNotFoundError: there is no such folder; the message says how to pass one.
     """
     name = argument or configured
     inside = folder / name
     try:
-        name = inside if argument is None and configured and inside.is_dir() else name
+        if argument is None and configured and inside.is_dir():
+            name = inside
         return find_folder(name), str(name)
     except (FileNotFoundError, NotADirectoryError) as error:
         source = "vision_folder" if argument else f"mm_vision_tower of {folder / 'config.json'}"
@@ -180,10 +194,18 @@ def _vision_folder(folder: Path, configured: str, argument: str | Path | None) -
 
 
 def _read_config(folder: Path) -> Json:
-    """Parses a folder's ``config.json``, and refuses adapters and quantized weights."""
+    """Parses a folder's ``config.json``, and refuses adapters and quantized weights.
+
+    Returns:
+        The fields of ``config.json`` by name.
+
+    Raises:
+        FileNotFoundError: the folder has no ``config.json``.
+        ValueError: the file is damaged, or the model has an adapter or quantized weights.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        names = sorted(p.name for p in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
         has_adapter = "adapter_config.json" in names
         advice = "merge the adapter into its base model" if has_adapter else "not a model folder"
         raise FileNotFoundError(
@@ -206,13 +228,13 @@ def _read_config(folder: Path) -> Json:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads a folder's tokenizer, which gives the ids of the reference programs.
+    """Loads a folder's tokenizer. Its ids equal the ids of the model's published program.
 
     A ``tokenizer.json`` is used unchanged. A folder with only a ``tokenizer.model`` gets Llama's
     rules: a begin-of-sequence id first and a blank before the text, unless
     ``tokenizer_config.json`` says otherwise. The automatic class of `transformers` 5 does neither
-    for a folder of model type "llava". A warning names a tokenizer that appends an end token to
-    every text, because prompts omit that token.
+    for a folder of model type "llava". A tokenizer that appends an end token to every text causes a
+    warning, because prompts omit that token.
 
     Args:
         folder: a local checkpoint folder.
@@ -239,7 +261,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                     f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
                 )
             tokenizer = _sentencepiece_tokenizer(folder)
-        # This first use of the tokenizer also fails on some wrong settings.
+        # These are the first calls of the tokenizer. They fail if some settings are wrong.
         appended_ids = end_tokens(tokenizer)
         has_extra_blanks = begins_pieces_with_a_blank(tokenizer)
     except (MissingPackageError, FileNotFoundError):
@@ -265,7 +287,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
-    """Loads ``tokenizer.model`` with the rules of the slow Llama tokenizer of `transformers` 4."""
+    """Loads ``tokenizer.model`` with the rules of the slow Llama tokenizer of `transformers` 4.
+
+    Args:
+        folder: a folder with a ``tokenizer.model``. Its ``tokenizer_config.json`` is optional.
+
+    Raises:
+        MissingPackageError: a package that reads SentencePiece models is not installed.
+    """
     import tokenizers
     import transformers
 
@@ -281,8 +310,8 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
         )
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}
-    switches = {name: bool_rule(name, True) for name in ("legacy", "add_bos_token")}
-    is_legacy, adds_bos = read_fields(config, str(path), switches).values()
+    rules = {name: bool_rule(name, True) for name in ("legacy", "add_bos_token")}
+    is_legacy, adds_bos = read_fields(config, str(path), rules).values()
     tokenizer = transformers.LlamaTokenizer.from_pretrained(
         folder, legacy=is_legacy, add_bos_token=adds_bos
     )
@@ -291,9 +320,15 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
         normalizers, backend = tokenizers.normalizers, tokenizer.backend_tokenizer
         for token in backend.get_added_tokens_decoder().values():
             if token.normalized:
-                flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
-                raw = tokenizers.AddedToken(token.content, normalized=False, **flags)
-                (backend.add_special_tokens if token.special else backend.add_tokens)([raw])
+                raw_token = tokenizers.AddedToken(
+                    token.content,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                    special=token.special,
+                )
+                add = backend.add_special_tokens if token.special else backend.add_tokens
+                add([raw_token])
         # SentencePiece puts a blank before every text, even before one that starts with a blank.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

@@ -58,16 +58,16 @@ def repository(text: str | Path) -> Repository | None:
 
 
 def find_repository(text: str | Path, missing: str, *, allow_any_owner: bool = False) -> Repository:
-    """Parses the name of a repository after no local file or folder of that name was found.
+    """Parses the name of a repository. Called if no local file or folder has this name.
 
-    By default only `KNOWN_OWNERS` may omit the prefix, so a mistyped path does not download files
-    from a stranger.
+    By default only `KNOWN_OWNERS` may omit the prefix "hub:", so a mistyped path does not download
+    files from a stranger.
 
     Args:
         text: the name that the user gave.
-        missing: start of the error message, about the local search.
-        allow_any_owner: whether all owners may omit the prefix. The name must then not end in
-            ".safetensors", and no local folder may have the owner's name.
+        missing: start of the error message, such as "no folder NAME".
+        allow_any_owner: whether the names of all owners may omit the prefix. Names that
+            end in ".safetensors", and names whose owner is a local folder, still need the prefix.
 
     Returns:
         The repository.
@@ -77,8 +77,8 @@ def find_repository(text: str | Path, missing: str, *, allow_any_owner: bool = F
     """
     source = repository(text)
     path = Path(text)
-    may_be_path = path.parent.exists() or path.suffix == ".safetensors"
-    if source is None and allow_any_owner and not may_be_path:
+    is_like_path = path.parent.exists() or path.suffix == ".safetensors"
+    if source is None and allow_any_owner and not is_like_path:
         source = repository(f"{PREFIX}{text}")
         if source is not None:
             _LOG.info("%s is not a local file; looking it up on the Hugging Face hub", source)
@@ -101,7 +101,7 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
         patterns: glob patterns of the files' names.
 
     Returns:
-        The folder of the cache with the files.
+        The local folder with these files, in the cache of `huggingface_hub`.
 
     Raises:
         FileNotFoundError: the hub could not be reached, or has no such repository.
@@ -128,7 +128,7 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
 
     Args:
         folder: the local folder.
-        names: names of the files in it.
+        names: names of the files to upload.
         target: the repository, which is created if it does not exist.
         private: whether a new repository is private.
 

@@ -22,11 +22,11 @@ _SAMPLE_BYTES = 1024
 def model_identity(source: ModelFolder) -> str:
     """Returns a SHA-256 digest that identifies a model without reading all its weights.
 
-    The digest covers `config.json`, the name, dtype, shape and offset of every tensor, and the
-    bytes in the middle of each tensor. The last differ between models of one architecture.
+    The digest covers `config.json`, the name, dtype, shape and offset of every tensor, and some
+    bytes in the middle of each tensor. These bytes distinguish models of one architecture.
 
     Args:
-        source: the model. One on the hub is downloaded first.
+        source: the model. The weights of a hub id are downloaded first.
 
     Returns:
         The digest in hexadecimal.
@@ -57,8 +57,8 @@ def policy_digest(policy: TrainedPruner) -> str:
     The digest does not cover the stop bias, which answer files store separately.
     """
     digest = hashlib.sha256(repr(policy.config).encode())
-    leaves = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
-    for path, leaf in leaves:
+    arrays = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
+    for path, leaf in arrays:
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
@@ -67,8 +67,8 @@ def policy_digest(policy: TrainedPruner) -> str:
 def load_policy_for(source: ModelFolder, path: str | Path) -> TrainedPruner:
     """Loads a policy, and logs a warning if it was trained with another model.
 
-    A model with equal widths accepts the policy, but the kept tokens may be no better than random
-    tokens.
+    A policy runs with any model of the same feature width. For a model other than the one in
+    training, the kept tokens may be no better than random tokens.
 
     Args:
         source: the model that the policy will prune for.
@@ -81,8 +81,9 @@ def load_policy_for(source: ModelFolder, path: str | Path) -> TrainedPruner:
         FileNotFoundError: as in `load_policy`.
         ValueError: as in `load_policy`.
     """
-    policy, trained_with = load_policy(path), read_about(path).get("model")
-    if trained_with is not None and trained_with != model_identity(source):
+    policy = load_policy(path)
+    training_identity = read_about(path).get("model")  # the `model_identity` of its training
+    if training_identity is not None and training_identity != model_identity(source):
         _LOG.warning(
             "the policy %s was trained with a model whose files are not those of %s: unless the "
             "weights are the same, what it keeps may be no better than random tokens",

@@ -3,6 +3,10 @@
 Each weight is assembled on the host and copied to the devices. A process reads only the parts that
 its devices hold. A few threads load one weight each, so host memory holds only a few weights at any
 time.
+
+A weight is an array of the parameter tree. A weight that is stacked over the layers of a model
+consists of several tensors in the files, one per layer. A canonical name is the name of a tensor in
+one layout of a model family; the names in all other layouts are mapped to it.
 """
 
 import collections
@@ -43,8 +47,9 @@ USES = ("answers", "training", "embeddings")
 _NUM_READERS = 3
 # Longer lists of tensors would hide the first line of an error message.
 _MAX_LISTED = 40
-# Rows that are transposed at once, and padding of each row of this tile. Without padding, the
-# elements of a column would lie at multiples of a power of two and share a few cache lines.
+# Number of rows that are transposed at once (a tile), and padding of each row of a tile. Without
+# padding, the elements of a column would lie at multiples of a power of two and share a few cache
+# lines.
 _TILE_ROWS, _TILE_PADDING = 64, 32
 # Name suffixes of quantized weights in files of GPTQ, AWQ, bitsandbytes, float8 and
 # compressed-tensors. They identify checkpoints that cannot be loaded.
@@ -63,7 +68,7 @@ _COMPARED_BYTES = 1 << 24
 
 _LOG = logging.getLogger(__name__)
 
-_Span = tuple[int, int]  # start and stop index along an axis
+_Span = tuple[int, int]  # start and stop index of a block along an axis
 
 
 class VLM(NamedTuple):
@@ -150,7 +155,14 @@ def load_vlm(
 def make_vlm(
     source: folders.ModelFolder, params: Params, tokenizer: Tokenizer, image_settings: Processor
 ) -> VLM:
-    """Builds a `VLM` from its loaded parts, and warns if the folder's chat template differs."""
+    """Builds a `VLM` from its loaded parts, and logs a warning about an unusual chat template.
+
+    Args:
+        source: result of `inspect_folder`.
+        params: the parameter tree.
+        tokenizer: the folder's tokenizer.
+        image_settings: the family's image processor settings.
+    """
     warn_of_template(source.folder, source.backbone, tokenizer)
     penalty = source.repetition_penalty
     return VLM(params, source.backbone, tokenizer, image_settings, source.folder, penalty)
@@ -194,35 +206,42 @@ def load_params(
     targets = source.backbone.weight_targets(abstract)
     entries = _collect_entries(source, targets)
     if use == "embeddings":
-        targets = [x for x in targets if not x.path.startswith("language/layers/")]
-    layouts = _layouts(abstract, source.backbone, mesh)
-    sizes = [sum(entries[name].nbytes for name in target.names) for target in targets]
-    flat: dict[str, Array | Int8Kernel] = {}
+        targets = [target for target in targets if not target.path.startswith("language/layers/")]
+    layouts = _make_layouts(abstract, source.backbone, mesh)
+    byte_counts = [sum(entries[name].nbytes for name in target.names) for target in targets]
+    loaded: dict[str, Array | Int8Kernel] = {}  # weights by parameter path
     readers = concurrent.futures.ThreadPoolExecutor(_NUM_READERS)
-    with _byte_bar(source.folder, sum(sizes), progress) as bar:
+    with _make_byte_bar(source.folder, sum(byte_counts), progress) as bar:
         try:
             futures = [
-                readers.submit(_load_weight, x, layouts[x.path], entries, jnp.dtype(dtype))
-                for x in targets
+                readers.submit(
+                    _load_weight, target, layouts[target.path], entries, jnp.dtype(dtype)
+                )
+                for target in targets
             ]
-            for target, size, future in zip(targets, sizes, futures, strict=True):
-                flat[target.path] = future.result()
-                bar.update(size)
+            for target, byte_count, future in zip(targets, byte_counts, futures, strict=True):
+                loaded[target.path] = future.result()
+                bar.update(byte_count)
         finally:
             readers.shutdown(cancel_futures=True)
-    # pop leaves `params` as the only owner, so `prepare_to_answer` can free what it joins.
-    params = unflatten({path: flat.pop(path) for path in flatten(abstract) if path in flat})
+    # `pop` leaves `params` as the only owner, so `prepare_to_answer` can free what it joins.
+    params = unflatten({path: loaded.pop(path) for path in flatten(abstract) if path in loaded})
     return prepare_to_answer(params) if use == "answers" else params
 
 
-def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
+def _make_byte_bar(folder: Path, num_bytes: int, show: bool) -> tqdm.tqdm:
     """Returns a progress bar of bytes on stderr.
 
     If stderr is not a terminal, only the start and the end are written.
+
+    Args:
+        folder: the checkpoint folder, whose name labels the bar.
+        num_bytes: number of bytes at the end.
+        show: False returns a bar that writes nothing.
     """
     interval = 0.1 if sys.stderr.isatty() else float("inf")
     return tqdm.tqdm(
-        total=total,
+        total=num_bytes,
         unit="B",
         unit_scale=True,
         desc=f"loading {folder.name}",
@@ -231,10 +250,19 @@ def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
     )
 
 
-def _layouts(
+def _make_layouts(
     abstract: dict, backbone: Backbone, mesh: Mesh | None
 ) -> dict[str, Sharding | Int8Kernel]:
-    """Returns the sharding of every weight by parameter path."""
+    """Returns the sharding of every weight by parameter path.
+
+    Args:
+        abstract: the parameter tree with shapes instead of arrays.
+        backbone: the model, with the sharding rules of its family.
+        mesh: devices to shard over; None puts every weight on the default device.
+
+    Returns:
+        Shardings by parameter path. An int8 weight has an `Int8Kernel` of two shardings.
+    """
     if mesh is not None:
         return flatten(sharding.shardings(abstract, backbone.SHARDING_RULES, mesh))
     device = jnp.zeros(()).devices().pop()  # respects jax.default_device
@@ -242,7 +270,12 @@ def _layouts(
 
 
 def _with_tie(source: folders.ModelFolder, is_tied: bool) -> folders.ModelFolder:
-    """Returns a source whose configuration says whether the head is the embedding matrix."""
+    """Returns `source` with the field `tie_embeddings` of its text configuration replaced.
+
+    Args:
+        source: the checkpoint.
+        is_tied: whether the output head is the embedding matrix.
+    """
     text_config = dataclasses.replace(source.config.text, tie_embeddings=is_tied)
     return source._replace(backbone=source.backbone.replace(text=text_config))
 
@@ -254,10 +287,14 @@ def _tied_names(backbone: Backbone) -> tuple[str, str]:
 
 
 def _is_tied(source: folders.ModelFolder, dtype: np.dtype) -> bool:
-    """Returns whether the head is the embedding matrix.
+    """Returns whether the output head of a checkpoint is its embedding matrix (tied weights).
 
-    As in `transformers`, a configured tie does not hold if the files store a different head. Files
-    may also store equal numbers under both names.
+    As in `transformers`, the configured value true is ignored if the files store a head that
+    differs from the embeddings. Some files store equal matrices under both names.
+
+    Args:
+        source: the checkpoint.
+        dtype: dtype of the parameters. The two matrices are compared in this dtype.
     """
     backbone = source.backbone
     if not backbone.config.text.tie_embeddings:
@@ -265,8 +302,8 @@ def _is_tied(source: folders.ModelFolder, dtype: np.dtype) -> bool:
     entries = {
         backbone.canonical_name(name): entry for name, entry in read_folder(source.folder).items()
     }
-    embed, head = map(entries.get, _tied_names(backbone))
-    if embed is None or head is None or _are_equal(embed, head, dtype):
+    embedding, head = map(entries.get, _tied_names(backbone))
+    if embedding is None or head is None or _are_equal(embedding, head, dtype):
         return True
     _LOG.warning(
         "%s: tie_word_embeddings is true, but %s differs from the embeddings: it is used",
@@ -278,16 +315,18 @@ def _is_tied(source: folders.ModelFolder, dtype: np.dtype) -> bool:
 
 def _are_equal(a: safetensors.TensorEntry, b: safetensors.TensorEntry, dtype: np.dtype) -> bool:
     """Returns whether the matrices `a` and `b` are equal after conversion to `dtype`."""
-    if a.shape != b.shape or (a.path, a.offset) == (b.path, b.offset):
-        return a.shape == b.shape
+    if a.shape != b.shape:
+        return False
+    if (a.path, a.offset) == (b.path, b.offset):  # one stored tensor
+        return True
     # A tensor without axes cannot be a head. `_collect_entries` reports its shape later.
     num_rows = a.shape[0] if a.shape else 0
-    step = max(1, _COMPARED_BYTES * num_rows // max(1, a.nbytes))
-    blocks = (slice(start, start + step) for start in range(0, num_rows, step))
+    rows_per_block = max(1, _COMPARED_BYTES * num_rows // max(1, a.nbytes))
 
     def read(entry: safetensors.TensorEntry, rows: slice) -> np.ndarray:
         return safetensors.read_tensor(entry, (rows,), dtype).astype(dtype)
 
+    blocks = (slice(row, row + rows_per_block) for row in range(0, num_rows, rows_per_block))
     return all(np.array_equal(read(a, rows), read(b, rows)) for rows in blocks)
 
 
@@ -301,13 +340,13 @@ def _collect_entries(
         targets: the weights of the model, each with the canonical names of its tensors.
 
     Returns:
-        Entries by canonical name.
+        Location of each stored tensor by canonical name.
 
     Raises:
         ValueError: tensors are missing, stored twice, unused, mis-shaped or of a non-floating
             dtype. One message lists all of them.
     """
-    problems: dict[str, list[str]] = collections.defaultdict(list)
+    problems: dict[str, list[str]] = collections.defaultdict(list)  # lines by kind of problem
     entries = _read_entries(source, problems["stored twice"])
     backbone = source.backbone
     expected = {name: target for target in targets for name in target.names}
@@ -341,24 +380,34 @@ def _collect_entries(
 
 
 def _list_problems(folder: Path, problems: Mapping[str, list[str]]) -> str:
-    """Returns a message that lists the problems of a folder's weights by kind."""
+    """Returns an error message of several lines about the weights of a folder.
+
+    Args:
+        folder: the checkpoint folder.
+        problems: descriptions of tensors by kind of problem, such as "missing".
+    """
     lines = [f"the weights in {folder} do not fit its configuration:"]
-    for kind, items in problems.items():
-        if items:
-            lines += [f"  {kind} ({len(items)}):", *(f"    {x}" for x in items[:_MAX_LISTED])]
-        if len(items) > _MAX_LISTED:
-            lines.append(f"    and {len(items) - _MAX_LISTED} more")
+    for kind, tensors in problems.items():
+        if tensors:
+            lines.append(f"  {kind} ({len(tensors)}):")
+            lines += [f"    {tensor}" for tensor in tensors[:_MAX_LISTED]]
+        if len(tensors) > _MAX_LISTED:
+            lines.append(f"    and {len(tensors) - _MAX_LISTED} more")
     return "\n".join(lines)
 
 
 def _read_entries(
     source: folders.ModelFolder, duplicates: list[str]
 ) -> dict[str, safetensors.TensorEntry]:
-    """Reads the entries of a checkpoint and its vision folder by canonical name.
+    """Reads the locations of all tensors of a checkpoint and of its separate vision tower.
 
     Args:
         source: the checkpoint.
-        duplicates: output list. Tensors with a common canonical name are appended.
+        duplicates: output list of messages. Two tensors with the same canonical name append a line
+            to this list.
+
+    Returns:
+        Location of each stored tensor by canonical name.
     """
     entries: dict[str, safetensors.TensorEntry] = {}
     backbone = source.backbone
@@ -375,10 +424,10 @@ def _read_entries(
             canonical = backbone.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
-    embed, head = _tied_names(backbone)
-    if backbone.config.text.tie_embeddings and head in entries:
+    embedding_name, head_name = _tied_names(backbone)
+    if backbone.config.text.tie_embeddings and head_name in entries:
         # A tied matrix may be stored under the head's name only.
-        entries.setdefault(embed, entries[head])
+        entries.setdefault(embedding_name, entries[head_name])
     return entries
 
 
@@ -388,32 +437,36 @@ def _load_weight(
     entries: Mapping[str, safetensors.TensorEntry],
     dtype: np.dtype,
 ) -> Array | Int8Kernel:
-    """Reads the parts of a weight that this process's devices hold, and copies them there.
+    """Reads the blocks of a weight that the devices of this process hold, and copies them there.
 
     Args:
-        target: shape of the weight, and names and transform of its tensors.
-        layout: sharding of the weight; for an int8 weight, shardings of values and scales.
-        entries: tensors by canonical name.
-        dtype: dtype of a weight that is not int8.
+        target: path and shape of the weight, and the names and axis order of its stored tensors.
+        layout: sharding of the weight; for an int8 weight, the shardings of values and scales.
+        entries: location of each stored tensor by canonical name.
+        dtype: dtype of the weight; ignored for an int8 weight.
 
     Returns:
         The sharded weight.
     """
     if isinstance(layout, Int8Kernel):
         return _load_int8(target, layout, entries)
-    devices_by_spans: dict[tuple[_Span, ...], list[jax.Device]] = collections.defaultdict(list)
-    for device, index in layout.addressable_devices_indices_map(target.shape).items():
-        axes = zip(index, target.shape, strict=True)
-        spans = tuple(part.indices(size)[:2] for part, size in axes)
-        devices_by_spans[spans].append(device)
+    # Devices that hold the same block share one read. A block is given by its spans.
+    devices_by_block: dict[tuple[_Span, ...], list[jax.Device]] = collections.defaultdict(list)
+    for device, slices in layout.addressable_devices_indices_map(target.shape).items():
+        sized_slices = zip(slices, target.shape, strict=True)
+        spans = tuple(axis_slice.indices(size)[:2] for axis_slice, size in sized_slices)
+        devices_by_block[spans].append(device)
     arrays = []
-    for spans, devices in devices_by_spans.items():  # replicas share one read
-        host = np.empty([stop - start for start, stop in spans], dtype)
-        layers = range(*spans[0]) if target.is_stacked else range(1)
-        index = tuple(slice(*span) for span in spans[target.is_stacked :])
-        for layer, out in zip(layers, host if target.is_stacked else host[None], strict=True):
-            _read_block(out, entries[target.names[layer]], index, target.transform)
-        arrays += [jax.device_put(host, device) for device in devices]
+    for spans, devices in devices_by_block.items():
+        block = np.empty([stop - start for start, stop in spans], dtype)
+        if target.is_stacked:  # one stored tensor per layer
+            layers, layer_spans, layer_blocks = range(*spans[0]), spans[1:], block
+        else:
+            layers, layer_spans, layer_blocks = range(1), spans, block[None]
+        index = tuple(slice(*span) for span in layer_spans)
+        for layer, layer_block in zip(layers, layer_blocks, strict=True):
+            _read_block(layer_block, entries[target.names[layer]], index, target.transform)
+        arrays += [jax.device_put(block, device) for device in devices]
     jax.block_until_ready(arrays)  # frees this weight's host memory before the next weight
     return jax.make_array_from_single_device_arrays(target.shape, layout, arrays)
 
@@ -421,55 +474,58 @@ def _load_weight(
 def _load_int8(
     target: WeightTarget, layout: Int8Kernel, entries: Mapping[str, safetensors.TensorEntry]
 ) -> Int8Kernel:
-    """Reads a matrix or a stack of matrices as int8, and copies the parts to their devices.
+    """Reads a matrix or a stack of matrices as int8, and copies the blocks to their devices.
 
-    The scale of a column covers all its rows, also on a device that holds only some of them.
+    Each column has one scale. It is computed from all rows of the column, even if no device holds
+    all rows.
 
     Args:
-        target: a weight [k, n] or [layers, k, n].
+        target: a weight of shape [k, n], or [layers, k, n] if it is stacked.
         layout: shardings of the values and of the scales.
-        entries: tensors by canonical name.
+        entries: location of each stored tensor by canonical name.
+
+    Returns:
+        The sharded weight: values [k, n] in int8 and scales [n] in float32, or stacks of these.
     """
-    *_, k, _ = shape = target.shape
-    # Devices that hold the same layers and columns share one read. They may differ in rows.
-    parts: dict[tuple[range, ...], list[tuple[jax.Device, slice]]] = collections.defaultdict(list)
-    indices = layout.value.addressable_devices_indices_map(shape)
-    for device, (*layers, rows, columns) in indices.items():
-        axes = zip((*layers, columns), (*shape[:-2], shape[-1]), strict=True)
-        parts[tuple(range(size)[part] for part, size in axes)].append((device, rows))
-    values, scales = [], []
-    for (*layers, columns), devices in parts.items():
-        leading_shape = [len(part) for part in layers]
-        value = np.empty([*leading_shape, k, len(columns)], np.int8)
-        scale = np.empty([*leading_shape, len(columns)], np.float32)
-        for layer, layer_value, layer_scale in zip(
-            layers[0] if layers else range(1),
-            value.reshape(-1, k, len(columns)),
-            scale.reshape(-1, len(columns)),
-            strict=True,
-        ):
+    *leading_shape, k, n = shape = target.shape  # leading_shape is [layers] or []
+    # Devices that hold the same layers and columns share one read. They may hold different rows.
+    devices_by_block: dict[tuple[range, ...], list[tuple[jax.Device, slice]]]
+    devices_by_block = collections.defaultdict(list)
+    device_slices = layout.value.addressable_devices_indices_map(shape)
+    for device, (*layer_slices, row_slice, column_slice) in device_slices.items():
+        sized_slices = zip((*layer_slices, column_slice), (*leading_shape, n), strict=True)
+        block = tuple(range(size)[axis_slice] for axis_slice, size in sized_slices)
+        devices_by_block[block].append((device, row_slice))
+    values, scales = [], []  # one array per device
+    for (*layer_ranges, columns), devices in devices_by_block.items():
+        layers = layer_ranges[0] if target.is_stacked else range(1)
+        value = np.empty([len(layers), k, len(columns)], np.int8)
+        scale = np.empty([len(layers), len(columns)], np.float32)
+        for layer, layer_value, layer_scale in zip(layers, value, scale, strict=True):
             _read_int8(layer_value, layer_scale, entries[target.names[layer]], columns)
-        for device, rows in devices:
-            values.append(jax.device_put(value[..., rows, :], device))
+        if not target.is_stacked:
+            value, scale = value[0], scale[0]
+        for device, row_slice in devices:
+            values.append(jax.device_put(value[..., row_slice, :], device))
             scales.append(jax.device_put(scale, device))
     jax.block_until_ready((values, scales))
-    make = jax.make_array_from_single_device_arrays
+    make_array = jax.make_array_from_single_device_arrays
     return Int8Kernel(
-        make(shape, layout.value, values),
-        make((*shape[:-2], shape[-1]), layout.scale, scales),
+        make_array(shape, layout.value, values),
+        make_array((*leading_shape, n), layout.scale, scales),
     )
 
 
 def _read_int8(
     value: np.ndarray, scale: np.ndarray, entry: safetensors.TensorEntry, columns: range
 ) -> None:
-    """Reads and quantizes columns of a matrix, a tile at a time.
+    """Reads columns of a matrix and quantizes them to int8, a tile at a time.
 
     Args:
-        value: output [k, len(columns)], int8.
-        scale: output [len(columns)], float32.
-        entry: the stored matrix, whose rows are our columns.
-        columns: the columns to read.
+        value: output array [k, len(columns)], int8, which is filled.
+        scale: output array [len(columns)], float32, which is filled.
+        entry: location of the matrix, stored as [n, k].
+        columns: indices of the columns to read, which are rows of the stored matrix.
     """
     for start in range(0, len(columns), _TILE_ROWS):
         tile = slice(start, min(start + _TILE_ROWS, len(columns)))
@@ -479,30 +535,35 @@ def _read_int8(
 
 
 def _read_block(
-    out: np.ndarray, entry: safetensors.TensorEntry, index: tuple[slice, ...], transform: str
+    block: np.ndarray, entry: safetensors.TensorEntry, index: tuple[slice, ...], transform: str
 ) -> None:
-    """Reads a block of a tensor in our axis order.
+    """Reads a block of a tensor into an array, and changes the order of its axes.
 
     Args:
-        out: output array, whose dtype must be able to hold the numbers.
-        entry: the stored tensor.
-        index: the block, as one slice per axis of our order.
-        transform: relation of the axis orders: "copy", "patches" or "transpose".
+        block: output array, which is filled. The numbers of the file must fit its dtype.
+        entry: location of the stored tensor.
+        index: position of the block in the weight, as one slice per axis.
+        transform: how the axes of the weight follow from the stored axes. "copy": they are equal.
+            "transpose": they are reversed. "patches": a convolution kernel [d, channels,
+            *window] becomes a matrix with the axes [*window, channels] flattened to rows, and d
+            columns.
     """
     if transform == "copy":
-        out[...] = safetensors.read_tensor(entry, index, out.dtype)
+        block[...] = safetensors.read_tensor(entry, index, block.dtype)
         return
     if transform == "patches":  # a small tensor, which is read completely and then indexed
-        data = safetensors.read_tensor(entry, dtype=out.dtype)
-        out[...] = np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])[index]
+        kernel = safetensors.read_tensor(entry, dtype=block.dtype)
+        matrix = np.moveaxis(kernel, (0, 1), (-1, -2)).reshape(-1, kernel.shape[0])
+        block[...] = matrix[index]
         return
     # Transposing in tiles is ten times as fast as numpy's copy of a transposed matrix. The tiles
     # are copied as integers, because numpy copies the ml_dtypes types with a call per element.
-    columns, rows = index
-    bits = np.dtype(f"u{out.dtype.itemsize}")
-    buffer = np.empty((_TILE_ROWS, len(out) + _TILE_PADDING), out.dtype)[:, : len(out)]
+    columns, rows = index  # slices of the stored matrix: its rows are the columns of the weight
+    bits_dtype = np.dtype(f"u{block.dtype.itemsize}")
+    buffer = np.empty((_TILE_ROWS, len(block) + _TILE_PADDING), block.dtype)[:, : len(block)]
     for start in range(rows.start, rows.stop, _TILE_ROWS):
         stop = min(start + _TILE_ROWS, rows.stop)
         tile = buffer[: stop - start]
-        tile[...] = safetensors.read_tensor(entry, (slice(start, stop), columns), out.dtype)
-        out.view(bits)[:, start - rows.start : stop - rows.start] = tile.view(bits).T
+        tile[...] = safetensors.read_tensor(entry, (slice(start, stop), columns), block.dtype)
+        block_columns = slice(start - rows.start, stop - rows.start)
+        block.view(bits_dtype)[:, block_columns] = tile.view(bits_dtype).T

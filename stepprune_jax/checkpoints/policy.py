@@ -60,9 +60,9 @@ def save_policy(
 
     Args:
         policy: the policy; its weights may be sharded.
-        path: the file; parent folders are created.
-        about: JSON values that describe the training. Only "model" is read again: the
-            `model_identity` of the model that the policy was trained with.
+        path: the file to write. Missing parent folders are created.
+        about: JSON values that describe the training, for readers of the file. The package itself
+            reads only "model", the `model_identity` of the model that the policy was trained with.
 
     Returns:
         The path.
@@ -78,12 +78,12 @@ def save_policy(
     if path.is_dir():
         raise UserError(f"{path} is a folder, expected a file such as {path / POLICY_FILE}")
     expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
-    expected = _expected_tensors(policy.config, policy.stats is not None)
+    expected_tensors = _expected_tensors(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)
     if policy.stats is not None:
         tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
-    _check_tensors("to save", policy.config, expected, tensors)
-    arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in expected}
+    _check_tensors("to save", policy.config, expected_tensors, tensors)  # raises if they do not fit
+    arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in expected_tensors}
     metadata = {
         "kind": FORMAT,
         "version": str(VERSION),
@@ -111,8 +111,8 @@ def load_policy(path: str | Path) -> TrainedPruner:
 
     Returns:
         The pruning method that the file names, such as a `StepPrune`, with its weights on the
-        default device. A method with a learned stop uses it until `with_budget` sets another
-        budget.
+        default device. If the method has a learned stop, this stop ends the selection until
+        `with_budget` sets another budget.
 
     Raises:
         FileNotFoundError: there is no such file, locally or on the hub.
@@ -137,13 +137,14 @@ def load_policy(path: str | Path) -> TrainedPruner:
         expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
         if "calibration" in metadata:
             calibration = read_calibration(parse_json(metadata["calibration"], "calibration"))
+    # The sizes are checked first, because `_expected_tensors` builds trees of these sizes.
     _check_sizes(path, config, entries)
     has_stats = any(name.startswith("stats/") for name in entries)
-    expected = _expected_tensors(config, has_stats)
-    _check_tensors(f"in {path}", config, expected, entries)
+    expected_tensors = _expected_tensors(config, has_stats)
+    _check_tensors(f"in {path}", config, expected_tensors, entries)
     tensors = {
         name: jnp.asarray(safetensors.read_tensor(entries[name], dtype=leaf.dtype), leaf.dtype)
-        for name, leaf in expected.items()
+        for name, leaf in expected_tensors.items()
     }
     stats = None
     if has_stats:
@@ -172,11 +173,13 @@ def read_about(path: str | Path) -> dict[str, object]:
 
 
 def _load_published(path: Path) -> TrainedPruner:
-    """Loads a policy from a file or index that `find_published` returned."""
+    """Loads a policy from a published checkpoint, given by a path of `find_published`."""
     config, arrays = read_published(path)
-    expected = _expected_tensors(config, has_stats=False)
-    _check_tensors(f"in {path}", config, expected, arrays)
-    tensors = {name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in expected.items()}
+    expected_tensors = _expected_tensors(config, has_stats=False)
+    _check_tensors(f"in {path}", config, expected_tensors, arrays)
+    tensors = {
+        name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in expected_tensors.items()
+    }
     return selector_of(config).replace(params=weights.unflatten(tensors))
 
 
@@ -197,36 +200,45 @@ def policy_file(path: str | Path) -> Path:
     Raises:
         FileNotFoundError: the path names none of these, or the download failed.
     """
-    file, shipped = local_path(path), find_shipped_policy(path)
-    if file.is_file():
-        return file
-    if shipped is not None:
-        return shipped
-    if file.is_dir():
-        inside = file / POLICY_FILE
-        policy = inside if inside.is_file() else find_published(file)
-        if policy is None:
-            raise FileNotFoundError(f"the folder {file} has no {POLICY_FILE}")
-        return policy
+    file_or_folder, shipped_file = local_path(path), find_shipped_policy(path)
+    if file_or_folder.is_file():
+        return file_or_folder
+    if shipped_file is not None:
+        return shipped_file
+    if file_or_folder.is_dir():
+        folder = file_or_folder
+        if (folder / POLICY_FILE).is_file():
+            return folder / POLICY_FILE
+        published_file = find_published(folder)
+        if published_file is None:
+            raise FileNotFoundError(f"the folder {folder} has no {POLICY_FILE}")
+        return published_file
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
-    source = hub.find_repository(path, missing, allow_any_owner=True)
+    repository = hub.find_repository(path, missing, allow_any_owner=True)
+    # The weights of a published checkpoint in shards are downloaded after its index.
     names = (POLICY_FILE, safetensors.INDEX_NAME, GLIMPSE_FILE, GLIMPSE_CONFIG)
-    folder = hub.download(source, names)
-    inside = folder / POLICY_FILE
-    policy = inside if inside.is_file() else download_published(source, folder)
-    if policy is None:
-        raise FileNotFoundError(f"{source} on the Hugging Face hub has no {POLICY_FILE}")
-    return policy
+    folder = hub.download(repository, names)
+    if (folder / POLICY_FILE).is_file():
+        return folder / POLICY_FILE
+    published_file = download_published(repository, folder)
+    if published_file is None:
+        raise FileNotFoundError(f"{repository} on the Hugging Face hub has no {POLICY_FILE}")
+    return published_file
 
 
 def _expected_tensors(config: SelectorConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of every tensor in a policy's file, by name."""
+    """Returns shape and dtype of every tensor in a policy's file, by name.
+
+    Args:
+        config: configuration of the policy.
+        has_stats: whether the file has feature statistics, the tensors "stats/...".
+    """
     method = selector_of(config)
-    expected = weights.flatten(jax.eval_shape(lambda: method.init_params(jax.random.key(0))))
+    tensors = weights.flatten(jax.eval_shape(lambda: method.init_params(jax.random.key(0))))
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
-        expected |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
-    return expected
+        tensors |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
+    return tensors
 
 
 def _check_sizes(
@@ -234,9 +246,14 @@ def _check_sizes(
     config: SelectorConfig,
     entries: Mapping[str, safetensors.TensorEntry],
 ) -> None:
-    """Rejects configured sizes that are larger than the file's tensors.
+    """Raises an error if the configuration has sizes that no tensor of the file has.
 
-    A damaged configuration could otherwise ask for parameter trees that exhaust memory.
+    A parameter tree of the size in a damaged configuration could exhaust memory.
+
+    Args:
+        path: the file, for messages.
+        config: configuration of the policy.
+        entries: location and shape of each tensor of the file, by name.
     """
     largest_axis = max((size for entry in entries.values() for size in entry.shape), default=0)
     widths = ("feature_width", "text_width", "policy_width", "mlp_ratio")
@@ -256,7 +273,7 @@ def _check_tensors(
     """Raises one error that lists missing, unused, mis-shaped and non-floating tensors.
 
     Args:
-        place: where the tensors are, for the message.
+        place: where the tensors are, for the message, such as "in FILE".
         config: configuration of the policy, for the message.
         expected: result of `_expected_tensors`.
         tensors: the tensors to check, by name.
@@ -273,8 +290,9 @@ def _check_tensors(
     if len(lines) > _MAX_LISTED:
         lines[_MAX_LISTED:] = [f"  and {len(lines) - _MAX_LISTED} more"]
     if lines:
-        kind = type(config).__name__
-        raise UserError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
+        config_name = type(config).__name__
+        title = f"the weights {place} do not fit their {config_name}:"
+        raise UserError("\n".join([title, *lines]))
 
 
 def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
@@ -292,16 +310,22 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
     """
     method, methods = metadata.get("method"), weighted()
     expect(f"{path}: the method of its policy", method, method in methods, f"one of {(*methods,)}")
-    kind = methods[method].config_type
+    config_type = methods[method].config_type
+    config_name = config_type.__name__
     with naming(path, TypeError, ValueError):
-        fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
-        if kind is PolicyConfig:  # older files store the gate, and another one existed
+        fields = as_object(parse_json(metadata.get("config", ""), config_name), config_name)
+        if config_type is PolicyConfig:  # older files name the gate, because there were two gates
             gate = fields.pop("gate", "vp")
-            expect(f"{kind.__name__}.gate", gate, gate == "vp", "'vp', the only one")
-        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
-        if unknown:
-            raise UserError(
-                f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
-            )
+            expect(f"{config_name}.gate", gate, gate == "vp", "'vp', the only one")
+        field_names = {field.name for field in dataclasses.fields(config_type)}
+        unknown_names = sorted(fields.keys() - field_names)
+        if unknown_names:
+            names = ", ".join(unknown_names)
+            raise UserError(f"{config_name} has no {names}: was it written by a newer version?")
         # JSON has no tuples, and a hashable configuration cannot hold lists.
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        return config_type(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in fields.items()
+            }
+        )

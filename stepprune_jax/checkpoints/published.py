@@ -24,8 +24,8 @@ _VISION_SELECTOR_PATHS = {
     for letter, module in (("q", "query"), ("k", "key"))
     for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
 }
-# Fields of GlimpsePrune's configuration that have one value in all published files. Other values
-# would need code that is not written here.
+# Fields of GlimpsePrune's configuration that have one value in all published files. No other value
+# is supported.
 _FIXED = {
     "attn_fuse_type": "AttnFuserV1",
     "attn_fuse_hidden_act": "silu",
@@ -43,36 +43,41 @@ _BLOCK_LAYERS |= {f"mlp.{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def find_published(folder: Path) -> Path | None:
-    """Finds the published selector weights of a folder.
+    """Finds the published weights of a selector in a folder.
 
     Returns:
-        GlimpsePrune's file, the single file or the index of VisionSelector's checkpoint, or None.
+        GlimpsePrune's file, or the single file or the index of VisionSelector's checkpoint. None if
+        the folder has no such file.
 
     Raises:
         ValueError: VisionSelector's weights for LLaVA-OneVision-1.5, which are not supported.
     """
     config_path = folder / GLIMPSE_CONFIG
-    kind = str(read_json_object(config_path).get("model_type")) if config_path.is_file() else ""
-    if "onevision" in kind.lower():
+    config = read_json_object(config_path) if config_path.is_file() else {}
+    model_type = str(config.get("model_type"))
+    if "onevision" in model_type.lower():
         raise UserError(
-            f"{config_path}: model_type is {kind!r}; of VisionSelector's weights only those for "
-            "Qwen2.5-VL are supported"
+            f"{config_path}: model_type is {model_type!r}; of VisionSelector's weights only those "
+            "for Qwen2.5-VL are supported"
         )
     if (folder / GLIMPSE_FILE).is_file():
         return folder / GLIMPSE_FILE
-    index, single = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME
-    if single.is_file():  # preferred to an index, as for a model
-        return single if is_published(safetensors.read_header(single)) else None
+    index, single_file = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME
+    if single_file.is_file():  # preferred to an index, as for a model
+        return single_file if is_published(safetensors.read_header(single_file)) else None
     has_selector = index.is_file() and read_weight_map(index, PREFIX, stored=False)
     return index if has_selector else None
 
 
 def download_published(source: hub.Repository, folder: Path) -> Path | None:
-    """Downloads the shards with VisionSelector's tensors, once their index is in a folder.
+    """Completes the download of published selector weights.
+
+    For VisionSelector, this downloads the shards that the index names. GlimpsePrune's weights are a
+    single file, so the download is already complete.
 
     Args:
         source: the repository.
-        folder: its downloaded files: small ones, or GlimpsePrune's complete file.
+        folder: local folder with the repository's index, or with GlimpsePrune's file.
 
     Returns:
         The path that `find_published` finds in the folder, or None.
@@ -110,9 +115,9 @@ def read_published(path: Path) -> tuple[SelectorConfig, dict[str, np.ndarray]]:
     else:
         entries = safetensors.read_header(path)
     entries = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}
-    shapes = [entry.shape for entry in entries.values() if len(entry.shape) == 2]
-    # Without a matrix, any config will do: the caller then lists the missing tensors.
-    hidden_dim, feature_width = shapes[0] if shapes else (1, 1)
+    matrix_shapes = [entry.shape for entry in entries.values() if len(entry.shape) == 2]
+    # Without a matrix, the sizes do not matter, because the caller reports the missing tensors.
+    hidden_dim, feature_width = matrix_shapes[0] if matrix_shapes else (1, 1)
     with naming(path, TypeError, ValueError):
         config = VisionSelectorConfig(feature_width, hidden_dim=hidden_dim)
     return config, _read_tensors(entries, _VISION_SELECTOR_PATHS)
@@ -121,15 +126,15 @@ def read_published(path: Path) -> tuple[SelectorConfig, dict[str, np.ndarray]]:
 def _read_tensors(
     entries: Mapping[str, safetensors.TensorEntry], paths: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
-    """Reads tensors under our parameter paths.
+    """Reads published tensors as arrays of our parameter tree.
 
     Args:
-        entries: the tensors by published name.
-        paths: our path by published name. A tensor without a path keeps its name, so that the
-            caller reports it as unused.
+        entries: location of each tensor by published name.
+        paths: our parameter path by published name. A tensor without a path keeps its published
+            name, and the caller reports it as unused.
 
     Returns:
-        Arrays whose numbers float32 can hold. Matrices are transposed to [in, out].
+        Arrays by parameter path. Their numbers fit float32. Matrices are transposed to [in, out].
     """
     arrays = {
         paths.get(name, name): safetensors.read_tensor(entry, dtype=np.dtype(np.float32))
@@ -139,7 +144,14 @@ def _read_tensors(
 
 
 def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.ndarray]]:
-    """Reads GlimpsePrune's weights and its configuration, as `read_published` does."""
+    """Reads GlimpsePrune's configuration and weights.
+
+    Args:
+        path: the file of weights. The configuration is in the same folder.
+
+    Returns:
+        The configuration, and the arrays by parameter path.
+    """
     entries, config_path = torch_file.read_tensors(path), path.with_name(GLIMPSE_CONFIG)
     config = _read_glimpseprune_config(config_path, entries)
     num_blocks = len(config.selected_visual_layers)
@@ -162,30 +174,47 @@ def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.nda
 def _read_glimpseprune_config(
     path: Path, entries: Mapping[str, safetensors.TensorEntry]
 ) -> GlimpsePruneConfig:
-    """Reads GlimpsePrune's `config.json`. The vision width comes from the weights."""
+    """Reads GlimpsePrune's `config.json`.
+
+    Args:
+        path: the `config.json`.
+        entries: location and shape of each published tensor. They give the width of the vision
+            tower, which the file does not contain.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: the configuration is damaged or not supported.
+    """
     raw = read_json_object(path)
-    kind = raw.get("model_type")
-    is_supported = kind in [*_GLIMPSE_TYPES]
-    expect(f"{path}: model_type", kind, is_supported, f"one of {', '.join(_GLIMPSE_TYPES)}")
-    for name, value in _GLIMPSE_TYPES[kind].items():
+    model_type = raw.get("model_type")
+    is_supported = model_type in [*_GLIMPSE_TYPES]
+    expect(f"{path}: model_type", model_type, is_supported, f"one of {', '.join(_GLIMPSE_TYPES)}")
+    for name, value in _GLIMPSE_TYPES[model_type].items():
         expect(f"{path}: {name}", raw.get(name), raw.get(name) == value, repr(value))
     anchors = raw.get("anchor_positions")
     expect(f"{path}: anchor_positions", anchors, not anchors, "none")
-    is_qwen, state_kernel = (
-        kind.startswith("qwen"),
-        entries.get("attn_fuser.cond_in_projs.0.weight"),
-    )
-    vision_width = state_kernel.shape[-1] if state_kernel is not None and state_kernel.shape else 1
-    fields = {x.name: raw.get(x.name) for x in dataclasses.fields(GlimpsePruneConfig)}
+    is_qwen = model_type.startswith("qwen")
+    vision_kernel = entries.get("attn_fuser.cond_in_projs.0.weight")
+    # Without this tensor, the width does not matter, because the caller reports it as missing.
+    has_width = vision_kernel is not None and vision_kernel.shape
+    vision_width = vision_kernel.shape[-1] if has_width else 1
+    fields = {field.name: raw.get(field.name) for field in dataclasses.fields(GlimpsePruneConfig)}
     fields |= {"text_width": raw.get("hidden_size"), "vision_width": vision_width}
     fields["feature_width"] = fields["text_width"] if is_qwen else vision_width
     with naming(path, TypeError, ValueError):
-        # For LLaVA, layer i is the input of block i; for Qwen2.5-VL it is the output of block i.
+        # Our layer i is the input of block i. The files for LLaVA count the same way. The files for
+        # Qwen2.5-VL count outputs of blocks, and the output of block i is the input of block i + 1.
         fields["selected_visual_layers"] = [
             layer + is_qwen for layer in raw.get("selected_visual_layers")
         ]
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return GlimpsePruneConfig(**fields)
+        # JSON has no tuples, and a hashable configuration cannot hold lists.
+        hashable_fields = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return GlimpsePruneConfig(**hashable_fields)
 
 
 def _linear_paths(published_name: str, path: str) -> dict[str, str]:

@@ -96,43 +96,50 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
             is_pointer = length_bytes.startswith(b"version ")
             reason = "a Git LFS pointer, run `git lfs pull`" if is_pointer else "or it is truncated"
             raise UserError(f"{path} is not a safetensors file ({reason})")
-        raw = file.read(length)
+        header_bytes = file.read(length)
     place = f"{path}: corrupt safetensors header"
-    header = as_object(parse_json(raw, place, unique=True), place)
+    header = as_object(parse_json(header_bytes, place, unique=True), place)
     metadata = as_object(header.pop("__metadata__", {}), place)
-    entries = {name: _parse_entry(path, name, info, 8 + length) for name, info in header.items()}
-    end = 8 + length
+    data_start = 8 + length
+    entries = {
+        name: _parse_entry(path, name, record, data_start) for name, record in header.items()
+    }
+    last_stop = data_start  # position after the last byte of all tensors before `entry`
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
-        if entry.nbytes and entry.offset < end:
+        if entry.nbytes and entry.offset < last_stop:
             raise UserError(f"{place}: {entry.name!r} overlaps another tensor")
-        end = max(end, entry.offset + entry.nbytes)
-    if end > file_size:
+        last_stop = max(last_stop, entry.offset + entry.nbytes)
+    if last_stop > file_size:
         raise UserError(
-            f"{path} is truncated: it has {file_size} of {end} bytes; download it again"
+            f"{path} is truncated: it has {file_size} of {last_stop} bytes; download it again"
         )
     return entries, {name: str(text) for name, text in metadata.items()}
 
 
-def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+def _parse_entry(path: Path, name: str, record: Any, data_start: int) -> TensorEntry:
     """Converts one record of a header to an entry.
 
     Args:
         path: the file.
         name: name of the tensor.
-        info: the record, a dict of "dtype", "shape" and "data_offsets" if it is not corrupt.
-        data_start: position of the tensors' data in the file, in bytes.
+        record: a dict of "dtype", "shape" and "data_offsets", or any value if it is corrupt.
+        data_start: number of bytes in the file before the data of the tensors.
+
+    Raises:
+        ValueError: the record is corrupt.
     """
     try:
-        dtype_name, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        entry = TensorEntry(path, name, DTYPES[dtype_name], shape, data_start + begin)
-        is_valid = all(is_count(number, 0) for number in (*shape, begin, end))
-        is_valid = is_valid and end - begin == entry.nbytes
+        dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
+        start, stop = record["data_offsets"]  # relative to `data_start`
+        entry = TensorEntry(path, name, dtype, shape, data_start + start)
+        are_counts = all(is_count(number, 0) for number in (*shape, start, stop))
+        is_valid = are_counts and stop - start == entry.nbytes
     except (LookupError, TypeError, ValueError):
         is_valid = False
     if not is_valid:
         raise UserError(
             f"{path}: the header record of {name!r} is corrupt, or its dtype is none of "
-            f"{', '.join(DTYPES)}: {str(info)[:200]}"
+            f"{', '.join(DTYPES)}: {str(record)[:200]}"
         )
     return entry
 
@@ -140,16 +147,17 @@ def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEnt
 def read_tensor(
     entry: TensorEntry, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None
 ) -> np.ndarray:
-    """Reads a tensor or a block of it.
+    """Reads a tensor or a block of a tensor.
 
-    Only the bytes of the block are read: in one read for complete rows, in one read per row for a
-    block of columns.
+    Only the bytes of the block are read. Complete rows take one read. A block of columns takes one
+    read per row.
 
     Args:
         entry: location of the tensor.
         index: one slice per axis with step 1, or None for the complete tensor. Only the first two
             axes may be restricted.
-        dtype: dtype that the caller converts the numbers to, or None for no conversion.
+        dtype: dtype that the caller will convert the numbers to. It is only used to check that the
+            numbers fit. None checks for NaN and infinity only.
 
     Returns:
         A new array of the file's dtype.
@@ -159,7 +167,8 @@ def read_tensor(
     """
     shape = entry.shape
     slices = [*(index or ()), *[slice(None)] * len(shape)]
-    spans = [part.indices(size)[:2] for part, size in zip(slices, shape, strict=False)]
+    sized_slices = zip(slices, shape, strict=False)  # `slices` may be longer than `shape`
+    spans = [axis_slice.indices(size)[:2] for axis_slice, size in sized_slices]
     block_shape = tuple(max(stop - start, 0) for start, stop in spans)
     # The buffer has bytes because numpy rejects a buffer of the ml_dtypes types.
     buffer = np.empty(math.prod(block_shape) * entry.dtype.itemsize, np.uint8)
@@ -175,15 +184,19 @@ def read_tensor(
 
 
 def _check_finite(buffer: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> None:
-    """Rejects NaN, infinity and numbers too large for `dtype`, at memory bandwidth.
+    """Raises an error about NaN, infinity and numbers too large for `dtype`, at memory bandwidth.
 
-    Without the sign bit, floating-point numbers are ordered as their bits are when read as an
-    integer, and infinity and NaN come after all finite numbers.
+    The magnitudes of floating-point numbers have the same order as their bits without the sign bit,
+    read as an integer. Infinity and NaN come after all finite numbers in this order. One integer
+    comparison per number is therefore enough.
 
     Args:
         buffer: bytes of the numbers, uint8.
-        entry: the tensor, which gives the dtype of the numbers.
+        entry: the tensor, which has the dtype of the numbers.
         dtype: dtype that the numbers will be converted to.
+
+    Raises:
+        ValueError: a number is NaN, infinite or too large.
     """
     bits_dtype = np.dtype(f"u{entry.dtype.itemsize}")
     largest_stored = np.array(ml_dtypes.finfo(entry.dtype).max, entry.dtype)
@@ -192,12 +205,12 @@ def _check_finite(buffer: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> No
     with np.errstate(over="ignore"):
         # False if the limit was rounded up to a number that `dtype` cannot hold.
         is_limit_allowed = np.isfinite(limit.astype(dtype))
-    first_bad = limit.view(bits_dtype) + bits_dtype.type(is_limit_allowed)
+    smallest_invalid = limit.view(bits_dtype) + bits_dtype.type(is_limit_allowed)
     magnitude_mask = bits_dtype.type(np.iinfo(bits_dtype).max >> 1)
     bits = buffer.view(bits_dtype)
     for start in range(0, bits.size, _CHECKED_NUMBERS):
         magnitudes = bits[start : start + _CHECKED_NUMBERS] & magnitude_mask
-        if (largest := magnitudes.max()) >= first_bad:
+        if (largest := magnitudes.max()) >= smallest_invalid:
             is_finite = largest <= largest_stored.view(bits_dtype)
             problem = f"numbers too large for {dtype}" if is_finite else "NaN or infinity"
             raise UserError(
@@ -209,7 +222,7 @@ def _check_finite(buffer: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> No
 def _byte_runs(
     shape: tuple[int, ...], spans: list[tuple[int, int]], itemsize: int
 ) -> list[tuple[int, int]]:
-    """Returns the contiguous byte runs of a block of a row-major tensor.
+    """Returns the runs of consecutive bytes that a block of a row-major tensor consists of.
 
     Args:
         shape: shape of the tensor.
@@ -221,30 +234,41 @@ def _byte_runs(
     """
     if not shape:
         return [(0, itemsize)]
-    (first_row, last_row), row_bytes = spans[0], math.prod(shape[1:]) * itemsize
-    if len(shape) == 1 or spans[1] == (0, shape[1]):
-        return [(first_row * row_bytes, (last_row - first_row) * row_bytes)]
+    row_start, row_stop = spans[0]
+    row_bytes = math.prod(shape[1:]) * itemsize
+    if len(shape) == 1 or spans[1] == (0, shape[1]):  # complete rows are consecutive
+        return [(row_start * row_bytes, (row_stop - row_start) * row_bytes)]
+    column_start, column_stop = spans[1]
     column_bytes = math.prod(shape[2:]) * itemsize
-    first_column, last_column = spans[1]
-    length = (last_column - first_column) * column_bytes
+    length = (column_stop - column_start) * column_bytes
     return [
-        (row * row_bytes + first_column * column_bytes, length)
-        for row in range(first_row, last_row)
+        (row * row_bytes + column_start * column_bytes, length)
+        for row in range(row_start, row_stop)
     ]
 
 
 def _read_into(file: io.FileIO, view: memoryview, entry: TensorEntry, offset: int) -> None:
-    """Fills a buffer with the bytes of a file from `offset`. The file must not be shared."""
+    """Fills a buffer with consecutive bytes of a file.
+
+    Args:
+        file: the open file. No other thread may use it, because its position changes.
+        view: the buffer.
+        entry: the tensor that contains the bytes, for messages.
+        offset: position of the first byte in the file.
+
+    Raises:
+        ValueError: the file ends before the buffer is full.
+    """
     file.seek(offset)
     num_read = 0
     while num_read < len(view):
-        count = file.readinto(view[num_read:])
-        if count == 0:
+        num_new = file.readinto(view[num_read:])  # may be less than requested
+        if num_new == 0:
             raise UserError(
                 f"{entry.path} is truncated: {entry.name!r} ends at byte "
                 f"{entry.offset + entry.nbytes}, the file at {offset + num_read}"
             )
-        num_read += count
+        num_read += num_new
 
 
 def write_file(
@@ -258,32 +282,33 @@ def write_file(
     Args:
         path: the file.
         specs: dtype and shape of each tensor, by name.
-        tensors: the tensors in the order of `specs`. They are consumed one at a time, so with a
-            generator only one is in memory.
+        tensors: the tensors in the order of `specs`. With a generator, only one tensor is in memory
+            at a time.
         metadata: free-form text entries of the header.
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
+    stop = 0
     for name, (dtype, shape) in specs.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, stop],
         }
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # aligned data lets other readers map it without a copy
-    partial = path.with_name(path.name + ".partial")
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    # Padding aligns the data to 8 bytes, so other readers can map the file without a copy.
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    temporary_path = path.with_name(path.name + ".partial")
     try:
-        with file_named(partial), open(partial, "wb") as file:
-            file.write(len(raw).to_bytes(8, "little") + raw)
+        with file_named(temporary_path), open(temporary_path, "wb") as file:
+            file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
             for _, tensor in zip(specs, tensors, strict=True):
                 flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
                 file.write(memoryview(flat))
-        partial.replace(path)
+        temporary_path.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
 def make_empty(folder: Path) -> None:

@@ -61,7 +61,12 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
 
 
 def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> None:
-    """Raises one error that lists all parameters that do not fit the config."""
+    """Raises one error that lists all parameters that do not fit the config.
+
+    Args:
+        flat: weights by parameter path.
+        abstract: the parameter tree of the config, with shapes instead of arrays.
+    """
     expected = weights.flatten(abstract)
     problems = [f"{path} is absent" for path in expected if path not in flat]
     problems += [
@@ -82,10 +87,10 @@ def _write_weights(
     Args:
         folder: folder of the file.
         flat: weights by parameter path.
-        targets: the tensors of each weight in the file. A target may have more vocabulary rows than
-            its weight; row 0 fills them.
+        targets: names and shapes of each weight's tensors in the file. A target may have more rows
+            than its weight, because the vocabulary was extended. Copies of row 0 fill the new rows.
     """
-    sources: dict[str, tuple[WeightTarget, int]] = {}
+    sources: dict[str, tuple[WeightTarget, int]] = {}  # target and layer by tensor name
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for target in targets:
         for layer, name in enumerate(target.names):
@@ -93,6 +98,7 @@ def _write_weights(
             specs[name] = (np.dtype(flat[target.path].dtype), target.tensor_shape)
 
     def make_tensor(name: str) -> np.ndarray:
+        """Returns a tensor of the file. Called for one tensor at a time, to save host memory."""
         target, layer = sources[name]
         tensor = file_tensor(target, flat[target.path], layer)
         num_new_rows = target.tensor_shape[0] - len(tensor)

@@ -30,13 +30,13 @@ def find_shipped_policy(name: str | Path) -> Path | None:
 
 
 def or_shipped(missing: str, text: str | Path, kind: str, names: Iterable[str]) -> str:
-    """Extends a message about a missing file by the names of shipped ones.
+    """Extends a message about a missing file by the names of shipped models or policies.
 
     Args:
-        missing: the message.
-        text: the name that the user gave. For a path or hub id the message stays unchanged.
+        missing: the message, such as "no folder NAME".
+        text: the name that the user gave. For a path or a hub id, the message stays unchanged.
         kind: "model" or "policy".
-        names: names of the shipped ones.
+        names: names of the shipped models or policies.
     """
     if "/" in str(text) or ":" in str(text):
         return missing

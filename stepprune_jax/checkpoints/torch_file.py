@@ -63,7 +63,7 @@ def read_tensors(path: Path) -> dict[str, TensorEntry]:
                     raise UserError("its pickle is damaged")
             tree = _Unpickler(data, path, file, members).load()
             return _flatten(tree, "", set())
-        except Exception as error:  # a damaged file may raise any kind
+        except Exception as error:  # a damaged file may raise any type of error
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"{path} is not a file of tensors, as torch.save writes it: {reason}"
             raise UserError(message) from error
@@ -94,7 +94,19 @@ class _Unpickler(pickle.Unpickler):
         return _REPLACEMENTS[full_name]()
 
     def persistent_load(self, pid: Any) -> TensorEntry:
-        """Locates a storage, the flat array that tensors are views of."""
+        """Locates a storage. A storage is a flat array, and tensors are views of it.
+
+        Args:
+            pid: the pickle's description of a storage: the word "storage", the dtype's name from
+                `_REPLACEMENTS`, the name of the zip member in the folder data/, a device, and the
+                number of elements.
+
+        Returns:
+            The entry of the storage, with one axis.
+
+        Raises:
+            ValueError: the storage is compressed or truncated.
+        """
         _, dtype_name, key, _, size = pid
         member = self._members[f"data/{key}"]
         if member.compress_type != zipfile.ZIP_STORED:
@@ -123,7 +135,7 @@ def _rebuild_tensor(
         storage: entry of the storage, with one axis.
         start: index of the tensor's first number in the storage.
         shape: shape of the tensor.
-        strides: strides in numbers. Only row-major tensors are supported.
+        strides: stride of each axis, in numbers. Only row-major tensors are supported.
 
     Returns:
         The entry of the tensor, without a name.
@@ -132,10 +144,11 @@ def _rebuild_tensor(
         raise UserError("a tensor has too many axes")
     is_inside = all(is_count(number, 0) for number in (start, *shape))
     is_inside = is_inside and start + math.prod(shape) <= storage.shape[0]
-    row_major = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    row_major_strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # The stride of an axis of size 1 has no effect, so any value is accepted.
     is_row_major = 0 in shape or all(
-        size <= 1 or stride == expected
-        for size, stride, expected in zip(shape, strides, row_major, strict=True)
+        size <= 1 or stride == row_major_stride
+        for size, stride, row_major_stride in zip(shape, strides, row_major_strides, strict=True)
     )
     if not (is_inside and is_row_major):
         raise UserError(f"a tensor of shape {shape} is not one piece of its storage")
@@ -157,11 +170,11 @@ _REPLACEMENTS: dict[str, Callable[[], Any]] = {
 
 
 def _flatten(tree: Any, prefix: str, visited: set[int]) -> dict[str, TensorEntry]:
-    """Returns the tensors of nested dicts by their joined keys.
+    """Returns the tensors of nested dicts by name. A name is the keys joined by dots.
 
     Args:
         tree: a tensor's entry, or a dict of trees.
-        prefix: joined keys of the dicts around `tree`.
+        prefix: joined keys that lead to `tree`; "" for the root.
         visited: ids of the dicts that were already flattened. A dict may occur only once, because
             a small pickle could otherwise describe an endless tree.
     """

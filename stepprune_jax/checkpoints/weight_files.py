@@ -72,16 +72,20 @@ def read_shards(index: Path, prefix: str = "") -> dict[str, TensorEntry]:
         FileNotFoundError: a shard is missing.
         ValueError: the index and the shards disagree about where a tensor is stored.
     """
-    weight_map = read_weight_map(index, prefix)
-    shards = sorted(set(weight_map.values()))
-    all_entries = [entry for shard in shards for entry in _read_file(index.parent / shard).values()]
-    entries = {entry.name: entry for entry in all_entries}
-    misplaced = weight_map.keys() - entries.keys()
-    misplaced |= {e.name for e in all_entries if weight_map.get(e.name, e.path.name) != e.path.name}
-    misplaced |= {e.name for e in all_entries if entries[e.name] is not e}  # in two shards
-    if misplaced:
+    shard_of_tensor = read_weight_map(index, prefix)
+    entries: dict[str, TensorEntry] = {}
+    misplaced_names: set[str] = set()
+    for shard in sorted(set(shard_of_tensor.values())):
+        for name, entry in _read_file(index.parent / shard).items():
+            is_in_two_shards = name in entries
+            is_in_wrong_shard = shard_of_tensor.get(name, shard) != shard
+            if is_in_two_shards or is_in_wrong_shard:
+                misplaced_names.add(name)
+            entries[name] = entry
+    misplaced_names |= shard_of_tensor.keys() - entries.keys()
+    if misplaced_names:
         raise UserError(
-            f"{index}: weight_map and shards disagree about the file of {min(misplaced)!r}; "
+            f"{index}: weight_map and shards disagree about the file of {min(misplaced_names)!r}; "
             "download the folder again"
         )
     return entries
@@ -95,34 +99,35 @@ def _read_file(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[str, str]:
-    """Reads the shard of each tensor from an index.
+    """Reads the name of each tensor's shard from an index.
 
     Args:
         index: the index file.
         prefix: only tensors whose names start with this text are returned.
-        stored: whether the shards must exist. False before they are downloaded.
+        stored: True raises an error for a shard that does not exist. False is for an index whose
+            shards are not downloaded yet.
 
     Returns:
-        File names in the folder of the index, by tensor name.
+        Names of files in the folder of the index, by tensor name.
 
     Raises:
         FileNotFoundError: a shard is missing, and `stored` is True.
         ValueError: the index names a file outside its folder, or no file at all.
     """
     weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
-    weight_map = {name: file for name, file in weight_map.items() if name.startswith(prefix)}
-    files = sorted({str(file) for file in weight_map.values()})
+    weight_map = {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
+    shards = sorted({str(shard) for shard in weight_map.values()})
     # The check is on names, not on resolved paths: the hub's cache folders hold symbolic links.
-    are_plain_names = all(isinstance(file, str) for file in weight_map.values()) and all(
-        PurePath(file).name == file and file.isprintable() for file in files
+    are_plain_names = all(isinstance(shard, str) for shard in weight_map.values()) and all(
+        PurePath(shard).name == shard and shard.isprintable() for shard in shards
     )
-    is_empty = not files and not prefix
-    if is_empty or not are_plain_names or {"", ".."} & {*files}:
-        raise UserError(f"{index}: weight_map should name files in the same folder, got {files}")
-    missing = [file for file in files if not os.path.isfile(index.parent / file)]
-    if missing and stored:
+    is_empty = not shards and not prefix
+    if is_empty or not are_plain_names or {"", ".."} & {*shards}:
+        raise UserError(f"{index}: weight_map should name files in the same folder, got {shards}")
+    missing_shards = [shard for shard in shards if not os.path.isfile(index.parent / shard)]
+    if missing_shards and stored:
         raise FileNotFoundError(
-            f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
-            + ", ".join(missing)
+            f"{index} names {len(missing_shards)} shard(s) that are not in {index.parent}: "
+            + ", ".join(missing_shards)
         )
     return weight_map

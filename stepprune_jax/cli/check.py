@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     flags = parser.parse_args(argv)
-    file_reports = check_folder(flags.folder)
-    for name, count, kind, faults, notes in file_reports:
-        labeled_lines = ((faults, "faults"), (notes, "not for all runs"))
-        summary = "".join(f", {len(lines):,} {label}" for lines, label in labeled_lines if lines)
-        print(f"{name}: {count:,} {kind}{summary}")
+    results = check_folder(flags.folder)
+    for name, num_valid, unit, faults, notes in results:
+        counts = ((faults, "faults"), (notes, "not for all runs"))
+        summary = "".join(f", {len(lines):,} {label}" for lines, label in counts if lines)
+        print(f"{name}: {num_valid:,} {unit}{summary}")
         lines = [*faults[: flags.faults], *notes[: flags.faults]]
         print("".join(f"  {one_line(line)}\n" for line in lines), end="")
-    return int(any(report.faults for report in file_reports))
+    return int(any(result.faults for result in results))
 
 
 def command() -> NoReturn:

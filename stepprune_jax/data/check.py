@@ -1,14 +1,13 @@
 """Checks a data folder before training: `stepprune-check DIR`.
 
-Reads `train.json` and the questions and answers of each existing split, and decodes every image
-that they name. The command prints a count for each file and the first faults, and exits with status
-1 if there are faults. Images that only some models or settings accept are listed as notes.
+Reads the training file `train.json`, and for each existing split its questions and answers. Decodes
+every image that these files name. Faults are malformed entries and unreadable images. Notes are
+about images that only some models or settings accept.
 """
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,140 +16,166 @@ import numpy as np
 from stepprune_jax.data.image_files import OUTSIDE, ImageFolder, existing_image
 from stepprune_jax.data.images import MAX_ASPECT, is_shown_otherwise, open_image
 from stepprune_jax.data.json_files import read_json_list
-from stepprune_jax.data.llava import (
-    Question,
-    parse_conversation,
-    read_answers,
-    read_questions,
-)
+from stepprune_jax.data.llava import parse_conversation, read_answers, read_questions
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
 from stepprune_jax.user_input import UserError, local_path
 
+# A split consists of the files `SPLIT.jsonl` (questions) and `SPLIT_answers.jsonl`.
 SPLITS = ("validation", "test")
 
 
-class Checked(NamedTuple):
-    """Result of checking one file, or all images.
+class CheckResult(NamedTuple):
+    """Result of checking one file, or all images. The command prints one block per result.
 
     Attributes:
         name: name of the file, or of the image folder.
-        count: number of valid entries.
-        kind: name of the entries in the plural.
-        faults: faults, one line each.
-        notes: lines about images that some models or settings do not accept.
+        num_valid: number of valid entries.
+        unit: what `num_valid` counts, in the plural, such as "samples".
+        faults: one line per fault.
+        notes: one line per image that some models or settings do not accept.
     """
 
     name: str
-    count: int
-    kind: str
-    faults: list[str]
+    num_valid: int
+    unit: str
+    faults: Sequence[str]
     notes: Sequence[str] = ()
 
 
-def check_folder(folder: str | Path) -> list[Checked]:
-    """Checks all files of a data folder and decodes its images.
+def check_folder(folder: str | Path) -> list[CheckResult]:
+    """Checks all files of a data folder and decodes the images that they name.
 
     Args:
-        folder: the folder.
+        folder: folder with `train.json` or files of splits, and with `images/`.
 
     Returns:
-        One result for each file, and one for the images.
+        One result per existing file, followed by one result for all images.
 
     Raises:
-        FileNotFoundError: the folder has no file to check.
+        FileNotFoundError: the folder has neither a training file nor a file of a split.
     """
-    folder, images = local_path(folder), set()
-    results = []
+    folder = local_path(folder)
+    results: list[CheckResult] = []
+    image_paths: set[Path] = set()
+    # `lexists` also finds a folder or a broken link with the name of a file. Reading it then gives
+    # a fault, where `exists` would skip it silently.
     if os.path.lexists(folder / TRAIN_FILE):
-        results.append(_check_conversations(folder, images))
+        result, sample_images = _check_training_file(folder)
+        results.append(result)
+        image_paths |= sample_images
     for split in SPLITS:
-        # Answers without questions are a fault, and so is a folder that has the name of a file.
-        if any(os.path.lexists(folder / f"{split}{end}.jsonl") for end in ("", "_answers")):
-            results += _check_split(folder, split, images)
+        # Answers without questions are a fault, so either file is enough to check the split.
+        files = (folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl")
+        if any(map(os.path.lexists, files)):
+            split_results, question_images = _check_split(folder, split)
+            results += split_results
+            image_paths |= question_images
     if not results:
         names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
         raise FileNotFoundError(f"{folder} has no file to check, expected some of {names}")
-    return [*results, _check_images(folder / IMAGES, sorted(images))]
+    return [*results, _check_images(folder / IMAGES, sorted(image_paths))]
 
 
-def _check_conversations(folder: Path, images: set[Path]) -> Checked:
-    """Checks the samples of the training file, and adds their images to `images`."""
-    file, faults, num_valid = folder / TRAIN_FILE, [], 0
+def _check_training_file(folder: Path) -> tuple[CheckResult, set[Path]]:
+    """Checks every sample of a folder's training file.
+
+    Returns:
+        The result with one fault per malformed sample, and the paths of existing images.
+    """
+    file = folder / TRAIN_FILE
+    faults: list[str] = []
+    image_paths: set[Path] = set()
     try:
-        entries = read_json_list(file, "sample")
+        samples = read_json_list(file, "sample")
     except (OSError, UserError) as error:
-        return Checked(TRAIN_FILE, 0, "samples", [str(error)])
-    for index, entry in enumerate(entries):
-        place = f"{file}: sample {index}"
+        return CheckResult(TRAIN_FILE, 0, "samples", [str(error)]), image_paths
+    for sample_index, sample in enumerate(samples):
+        place = f"{file}: sample {sample_index}"
         try:
-            image = parse_conversation(entry, place).image
-            if image is not None:
-                images.add(existing_image(folder / IMAGES, image, place))
+            image_name = parse_conversation(sample, place).image
+            if image_name is not None:
+                image_paths.add(existing_image(folder / IMAGES, image_name, place))
         except (OSError, UserError) as error:
             faults.append(str(error))
-        else:
-            num_valid += 1
-    return Checked(TRAIN_FILE, num_valid, "samples", faults)
+    num_valid = len(samples) - len(faults)
+    return CheckResult(TRAIN_FILE, num_valid, "samples", faults), image_paths
 
 
-def _check_split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
-    """Checks the questions and answers of a split, and adds the images to `images`.
+def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], set[Path]]:
+    """Checks the question file and the answer file of a split.
 
-    A file with a fault is reported with its first fault only.
+    Reading stops at the first fault of a file. Answers are matched to questions, so a question file
+    with a fault leaves the answers unchecked.
+
+    Returns:
+        One result per file that was read, and the paths of the questions' images.
     """
-    questions: list[Question] = []
-
-    def read() -> list[Question]:
-        questions.extend(read_questions(folder / f"{split}.jsonl", folder / IMAGES))
-        return questions
-
-    results = [_check_file(f"{split}.jsonl", "questions", read)]
-    images.update(question.image for question in questions)
-    if questions:
-        file = folder / f"{split}_answers.jsonl"
-        results.append(_check_file(file.name, "answers", partial(read_answers, file, questions)))
-    return results
-
-
-def _check_file(name: str, kind: str, read: Callable[[], Sequence[object]]) -> Checked:
-    """Checks a file by reading it, up to its first fault."""
+    question_file, answer_file = folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl"
     try:
-        return Checked(name, len(read()), kind, [])
+        questions = read_questions(question_file, folder / IMAGES)
     except (OSError, UserError) as error:
-        return Checked(name, 0, kind, [str(error)])
+        return [CheckResult(question_file.name, 0, "questions", [str(error)])], set()
+    results = [CheckResult(question_file.name, len(questions), "questions", [])]
+    try:
+        answers = read_answers(answer_file, questions)
+        results.append(CheckResult(answer_file.name, len(answers), "answers", []))
+    except (OSError, UserError) as error:
+        results.append(CheckResult(answer_file.name, 0, "answers", [str(error)]))
+    return results, {question.image for question in questions}
 
 
-def _check_images(root: Path, paths: Sequence[Path]) -> Checked:
-    """Decodes images of a folder, and lists faults and notes."""
-    differing: set[Path] = set()  # images that a viewer shows differently
+class _ImageCheck(NamedTuple):
+    """Result of decoding one image.
 
-    def read_size(path: Path) -> tuple[int, int] | str:
-        """Returns width and height, or the fault of an image that cannot be read."""
-        try:
-            size = open_image(path).size
-        except (OSError, UserError) as error:
-            return str(error)
-        if is_shown_otherwise(path):
-            differing.add(path)
-        return size
+    Attributes:
+        size: width and height in pixels; (0, 0) if the image could not be decoded.
+        fault: why the image could not be decoded, or "".
+        is_shown_otherwise: whether an image viewer shows other pixels than training reads.
+    """
 
+    size: tuple[int, int]
+    fault: str
+    is_shown_otherwise: bool
+
+
+def _check_image(path: Path) -> _ImageCheck:
+    """Decodes one image."""
+    try:
+        size = open_image(path).size
+    except (OSError, UserError) as error:
+        return _ImageCheck((0, 0), str(error), False)
+    return _ImageCheck(size, "", is_shown_otherwise(path))
+
+
+def _check_images(folder: Path, paths: Sequence[Path]) -> CheckResult:
+    """Decodes images in parallel.
+
+    Args:
+        folder: the image folder.
+        paths: paths of the images in this folder.
+
+    Returns:
+        The result. Its faults are about images that cannot be decoded. Its notes are about images
+        with a long side, about images that a viewer shows differently, and about links.
+    """
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sizes = list(pool.map(read_size, paths))
-    faults = [fault for fault in sizes if isinstance(fault, str)]
+        checks = list(pool.map(_check_image, paths))
+    faults = [check.fault for check in checks if check.fault]
     notes = [
-        f"{path} has {size[0]} x {size[1]} pixels: Qwen takes sides of at most {MAX_ASPECT} to 1"
-        for path, size in zip(paths, sizes, strict=True)
-        if not isinstance(size, str) and max(size) > MAX_ASPECT * min(size)
+        f"{path} has {width} x {height} pixels: Qwen takes sides of at most {MAX_ASPECT} to 1"
+        for path, ((width, height), _, _) in zip(paths, checks, strict=True)
+        if max(width, height) > MAX_ASPECT * min(width, height)
     ]
     notes += [
         f"{path} is read as stored by training and evaluation, but turned or on a white ground by "
         "stepprune-generate: save it as it is shown"
-        for path in sorted(differing)
+        for path, check in zip(paths, checks, strict=True)
+        if check.is_shown_otherwise
     ]
-    is_outside = ImageFolder(root).check([str(path.relative_to(root)) for path in paths]) == OUTSIDE
+    states = ImageFolder(folder).check([str(path.relative_to(folder)) for path in paths])
     notes += [
-        f"{paths[n]} is a link that leads out of {root}: training takes it if its target folder is "
-        "in config.data.linked_folders"
-        for n in np.flatnonzero(is_outside)
+        f"{paths[i]} is a link that leads out of {folder}: training takes it if its target folder "
+        "is in config.data.linked_folders"
+        for i in np.flatnonzero(states == OUTSIDE)
     ]
-    return Checked(IMAGES, len(sizes) - len(faults), "images decoded", faults, notes)
+    return CheckResult(IMAGES, len(paths) - len(faults), "images decoded", faults, notes)

@@ -1,4 +1,8 @@
-"""Gives access to the rows of a training file, and tokenises each row on demand."""
+"""Gives access to the rows of a training file, and tokenises each row on demand.
+
+A row is one training example: the turns of a conversation up to a question, and the answer to this
+question, whose tokens are supervised.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,12 +22,13 @@ from stepprune_jax.data.index import Index, Samples
 
 
 class LengthLimits(NamedTuple):
-    """Limits on the length of a row. What exceeds a limit is cut off at the end.
+    """Limits on the length of a row. Longer rows are truncated at the end.
 
     Attributes:
-        image_tokens: visual tokens of the largest image.
-        context: embeddings of a conversation, including visual tokens.
-        policy_text: tokens of the user's text that the policy reads.
+        image_tokens: number of visual tokens of the largest image.
+        context: maximum number of embeddings of a conversation, with one for each text token and
+            for each visual token.
+        policy_text: maximum number of tokens of the user's text that the policy reads.
     """
 
     image_tokens: int
@@ -32,18 +37,19 @@ class LengthLimits(NamedTuple):
 
     @property
     def ids(self) -> int:
-        """Ids of a conversation, with one id for the image."""
+        """Maximum number of ids of a conversation. The image has one id, `IMAGE_TOKEN`."""
         return self.context - self.image_tokens + 1
 
 
 class TrainingRow(NamedTuple):
-    """Token ids of one training example, without its image.
+    """Token ids of one training example, without its image. Batches are built from these.
 
     Attributes:
-        ids: [l] ids with `IMAGE_TOKEN` at the image.
-        text: [t] ids of the user's text.
-        place: [k] indices into `ids` of the positions that predict the supervised tokens.
-        target: [k] the supervised tokens.
+        ids: [l] ids of the prompt and its answer, with `IMAGE_TOKEN` at the image.
+        text: [t] ids of the user's text, which the policy reads.
+        place: [k] index into `ids` of the token before each supervised token. The model predicts
+            the supervised token there.
+        target: [k] ids of the supervised tokens.
     """
 
     ids: Int[np.ndarray, " l"]
@@ -53,12 +59,21 @@ class TrainingRow(NamedTuple):
 
 
 def make_row(encoded: EncodedConversation, limits: LengthLimits) -> TrainingRow:
-    """Truncates a conversation with one image. The tokens of its last answer are supervised."""
+    """Builds a training row whose supervised tokens are the last answer of a conversation.
+
+    Args:
+        encoded: ids and labels of a conversation with one image.
+        limits: maximum lengths. Longer conversations and user's texts are truncated.
+
+    Returns:
+        The row.
+    """
     ids = np.array(encoded.ids[: limits.ids], np.int32)
     labels = np.array(last_answer(encoded.labels)[: limits.ids], np.int32)
-    target_index = np.flatnonzero(labels[1:] != IGNORE) + 1
+    # The first id has no token before it that could predict it, so it is never supervised.
+    previous_index = np.flatnonzero(labels[1:] != IGNORE).astype(np.int32)
     text = np.array(encoded.text[: limits.policy_text], np.int32)
-    return TrainingRow(ids, text, (target_index - 1).astype(np.int32), labels[target_index])
+    return TrainingRow(ids, text, previous_index, labels[previous_index + 1])
 
 
 class Lengths(NamedTuple):
@@ -76,17 +91,17 @@ class Lengths(NamedTuple):
 
 
 class Corpus:
-    """The usable rows of a training file by number. Threads may share a corpus.
+    """The u usable rows of a training file, indexed from 0 to u - 1. Threads may share a corpus.
 
     Attributes:
         lengths: token counts of the rows.
-        identity: hash of the numbers of the usable rows.
+        identity: hash that changes if other rows of the training file become usable.
     """
 
     def __init__(
         self,
         index: Index,
-        usable: Int[np.ndarray, " u"],
+        usable_rows: Int[np.ndarray, " u"],
         *,
         samples: Samples,
         root: Path,
@@ -97,57 +112,63 @@ class Corpus:
 
         Args:
             index: index of the training file, with token counts.
-            usable: [u] numbers of the rows in the index that are used.
+            usable_rows: [u] indices of the usable rows in `index`.
             samples: the training file.
             root: folder that image names are relative to.
             encoder: the model's encoder of conversations.
             limits: limits on the length of a row.
         """
-        self._samples, self._names, self._root = samples, index.names, root
-        self._sample, self._pair = index.sample[usable], index.pair[usable]
-        self._first = index.first[usable]
-        self._image = index.image[usable]
+        self._samples, self._image_names, self._root = samples, index.names, root
+        self._sample_index = index.sample[usable_rows]
+        self._first_pair, self._last_pair = index.first[usable_rows], index.pair[usable_rows]
+        self._image_index = index.image[usable_rows]
         self._encoder, self._limits = encoder, limits
         self.lengths = Lengths(
-            np.minimum(index.ids[usable], limits.ids),
-            np.minimum(index.text[usable], limits.policy_text),
-            index.targets[usable],
+            np.minimum(index.ids[usable_rows], limits.ids),
+            np.minimum(index.text[usable_rows], limits.policy_text),
+            index.targets[usable_rows],
         )
-        self.identity = hashlib.sha256(usable.astype(np.int64).tobytes()).hexdigest()
+        self.identity = hashlib.sha256(usable_rows.astype(np.int64).tobytes()).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._sample)
+        return len(self._sample_index)
 
-    def rows(self, numbers: Sequence[int]) -> list[TrainingRow]:
-        """Tokenises the rows with these numbers."""
-        keys = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
-        turns = [self._samples.turns(*key) for key in keys.tolist()]
-        return [make_row(row, self._limits) for row in self._encoder.encode_all(turns, 1)]
+    def rows(self, row_indices: Sequence[int]) -> list[TrainingRow]:
+        """Tokenises some rows of the corpus, in the order of `row_indices`."""
+        conversations = [
+            self._samples.turns(
+                int(self._sample_index[row]), int(self._first_pair[row]), int(self._last_pair[row])
+            )
+            for row in row_indices
+        ]
+        encoded = self._encoder.encode_all(conversations, num_images=1)
+        return [make_row(conversation, self._limits) for conversation in encoded]
 
     @property
     def file(self) -> Path:
         """The training file."""
         return self._samples.file
 
-    def image(self, number: int) -> Path:
+    def image(self, row_index: int) -> Path:
         """Returns the path of a row's image."""
-        return self._root / self._names[self._image[number]]
+        return self._root / self._image_names[self._image_index[row_index]]
 
-    def describe(self, number: int) -> dict[str, object]:
-        """Describes a row for a report.
+    def describe(self, row_index: int) -> dict[str, object]:
+        """Describes a row for a report on bad training steps.
 
         Returns:
-            The fields "sample" and "id" of the sample, the number of the "question", and the name
-            of the "image".
+            "sample": index of the row's sample in the training file. "id": the field "id" of the
+            sample. "question": index of the row's question among the questions of the sample.
+            "image": name of the image.
         """
-        sample = int(self._sample[number])
+        sample_index = int(self._sample_index[row_index])
         return {
-            "sample": sample,
-            "id": self._samples.entries[sample].get("id"),
-            "question": int(self._pair[number]),
-            "image": self._names[self._image[number]],
+            "sample": sample_index,
+            "id": self._samples.entries[sample_index].get("id"),
+            "question": int(self._last_pair[row_index]),
+            "image": self._image_names[self._image_index[row_index]],
         }
 
-    def where(self, number: int) -> str:
-        """Returns file and sample of a row, for messages."""
-        return self._samples.place(int(self._sample[number]))
+    def where(self, row_index: int) -> str:
+        """Returns the file and the sample of a row as text, for messages."""
+        return self._samples.place(int(self._sample_index[row_index]))

@@ -38,15 +38,21 @@ class EncodedConversation(NamedTuple):
 
 
 def last_answer(labels: Sequence[int]) -> list[int]:
-    """Restricts the labels of a conversation to its last answer.
+    """Returns labels with only the last answer of a conversation supervised.
 
-    The policy reads all of the user's turns. An earlier answer would train it with a question that
-    the user asked after that answer.
+    The policy prunes once for all answers of a conversation, and it reads all of the user's turns.
+    An earlier answer would train the policy with questions that the user asked later.
+
+    Args:
+        labels: labels of a conversation, as in `EncodedConversation`.
+
+    Returns:
+        The labels, with `IGNORE` before the last answer.
     """
-    end = len(labels)
-    while end and labels[end - 1] == IGNORE:
-        end -= 1
-    start = end
+    stop = len(labels)
+    while stop and labels[stop - 1] == IGNORE:
+        stop -= 1
+    start = stop
     while start and labels[start - 1] != IGNORE:
         start -= 1
     return [*[IGNORE] * start, *labels[start:]]
@@ -103,54 +109,68 @@ class ConversationEncoder:
     ) -> list[EncodedConversation]:
         """Encodes several conversations with one parallel call of the tokenizer.
 
-        Arguments and result are as in `encode`, for a list of conversations with equal numbers of
-        images.
+        Args:
+            conversations: turns of each conversation, as in `encode`.
+            num_images: number of images of each conversation.
+
+        Returns:
+            The encoded conversations, as in `encode`.
+
+        Raises:
+            ValueError: as in `encode`.
         """
         self.check()
-        written = [self._write(turns, num_images) for turns in conversations]
-        pieces = [split_at_images(prompt, num_images) for prompt, _ in written]
-        texts = [user_words(turns) for turns in conversations]
+        prompts_and_masks = [self._write_prompt(turns, num_images) for turns in conversations]
+        # Each prompt is split at its image marks into `num_images + 1` pieces of text.
+        prompt_pieces = [split_at_images(prompt, num_images) for prompt, _ in prompts_and_masks]
+        user_texts = [user_words(turns) for turns in conversations]
         with TOKENIZER_LOCK:
             tokens = self.tokenizer(
-                [piece for row in pieces for piece in row],
+                [piece for pieces in prompt_pieces for piece in pieces],
                 add_special_tokens=False,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
             )
-            text_ids = self.tokenizer(
-                texts, add_special_tokens=False, return_attention_mask=False
+            user_text_ids = self.tokenizer(
+                user_texts, add_special_tokens=False, return_attention_mask=False
             ).input_ids
             start_ids = start_tokens(self.tokenizer)
         check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
         encoded, num_pieces = [], num_images + 1
-        for number, (_, mask) in enumerate(written):
-            part = slice(number * num_pieces, (number + 1) * num_pieces)
-            ids = tokens.input_ids[part]
-            labels = _label_tokens(pieces[number], ids, tokens.offset_mapping[part], mask)
+        for i, (pieces, (_, mask)) in enumerate(zip(prompt_pieces, prompts_and_masks, strict=True)):
+            span = slice(i * num_pieces, (i + 1) * num_pieces)
+            piece_ids = tokens.input_ids[span]
+            piece_labels = _label_tokens(pieces, piece_ids, tokens.offset_mapping[span], mask)
             encoded.append(
                 EncodedConversation(
-                    start_ids + join_at_images(ids),
-                    [IGNORE] * len(start_ids) + join_at_images(labels, IGNORE),
-                    list(text_ids[number]) if texts[number] else [],
+                    ids=start_ids + join_at_images(piece_ids),
+                    labels=[IGNORE] * len(start_ids) + join_at_images(piece_labels, IGNORE),
+                    # Some tokenizers give ids even for an empty text.
+                    text=list(user_text_ids[i]) if user_texts[i] else [],
                 )
             )
         return encoded
 
-    def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
-        """Writes a conversation as text.
+    def _write_prompt(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
+        """Writes a conversation as a prompt.
+
+        Args:
+            turns: turns that alternate from the user's first to the assistant's last.
+            num_images: number of images.
 
         Returns:
-            The prompt, and a mask with one byte per character: 1 if it is supervised, otherwise 0.
+            The prompt with its image marks, and a mask with one byte per character: 1 for the
+            characters of answers, which are supervised, and 0 for all other characters.
         """
-        turns = list(turns)
-        turns[0] = self.place_images(turns[0], num_images)
+        first_turn, *other_turns = turns
+        turns = [self.place_images(first_turn, num_images), *other_turns]
         prompt = self.conversation(turns)
         mask = bytearray(len(prompt))
-        for number in range(1, len(turns), 2):
+        for turn_index in range(1, len(turns), 2):
             # The prompt of the turns before an answer ends where the answer starts.
-            start = len(self.conversation(turns[:number]))
-            end = len(self.conversation(turns[: number + 1]))
-            mask[start:end] = b"\1" * (end - start)
+            start = len(self.conversation(turns[:turn_index]))
+            stop = len(self.conversation(turns[: turn_index + 1]))
+            mask[start:stop] = b"\1" * (stop - start)
         return prompt, mask
 
 
@@ -160,26 +180,29 @@ def _label_tokens(
     offsets: Sequence[Sequence[tuple[int, int]]],
     mask: bytearray,
 ) -> list[list[int]]:
-    """Labels the tokens that overlap a supervised character.
+    """Labels the tokens of a prompt. A token that overlaps a supervised character is supervised.
 
     Args:
-        pieces: pieces of a prompt between its image marks.
+        pieces: text of the prompt between its image marks.
         ids: token ids of each piece.
-        offsets: start and end of each token in its piece, in characters.
-        mask: 1 for each supervised character of the prompt.
+        offsets: start and stop of each token in its piece, in characters.
+        mask: one byte per character of the prompt, 1 if the character is supervised.
 
     Returns:
-        Labels of each piece: the token id, or `IGNORE`.
+        Labels of each piece. The label of a token is its id if the token is supervised, otherwise
+        `IGNORE`.
     """
-    # Prefix sums: supervised characters between two positions are a difference of two entries.
-    count = np.concatenate([[0], np.cumsum(np.frombuffer(mask, np.uint8), dtype=np.int64)])
+    # Entry i counts the supervised characters before position i, so the number of supervised
+    # characters in a span is the difference of two entries.
+    num_before = np.concatenate([[0], np.cumsum(np.frombuffer(mask, np.uint8), dtype=np.int64)])
     labels, piece_start = [], 0
     for piece, piece_ids, piece_offsets in zip(pieces, ids, offsets, strict=True):
-        start, end = piece_start + np.array(piece_offsets, np.int64).reshape(-1, 2).T
+        start, stop = piece_start + np.array(piece_offsets, np.int64).reshape(-1, 2).T
         # A tokenizer that trims offsets gives a token of blanks an empty span at the end of the
-        # blanks. Such a token starts where the token before it ends.
-        previous_end = np.maximum.accumulate(np.concatenate([[piece_start], end]))[:-1]
-        start = np.where(start < end, start, previous_end)
-        labels.append(np.where(count[end] > count[start], piece_ids, IGNORE).tolist())
+        # blanks. Such a token starts where the token before it stops.
+        previous_stop = np.maximum.accumulate(np.concatenate([[piece_start], stop]))[:-1]
+        start = np.where(start < stop, start, previous_stop)
+        is_supervised = num_before[stop] > num_before[start]
+        labels.append(np.where(is_supervised, piece_ids, IGNORE).tolist())
         piece_start += len(piece) + len(IMAGE_MARK)
     return labels

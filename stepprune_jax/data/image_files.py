@@ -1,6 +1,7 @@
 """Finds the image files of a data set, and checks that they exist inside their folder."""
 
 import concurrent.futures
+import itertools
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -25,12 +26,12 @@ class ImagePathError(UserError):
     """Raised for an image whose path leaves its folder."""
 
 
-def image_name(value: Mapping[str, object], place: str) -> str:
-    """Reads the field "image" of a JSON object.
+def image_name(json_object: Mapping[str, object], place: str) -> str:
+    """Returns the field "image" of a JSON object, and checks that it is a safe relative path.
 
     Args:
-        value: the object.
-        place: file and number of the object, for messages.
+        json_object: the fields of the object by name.
+        place: file and line of the object, for messages.
 
     Returns:
         The path of the image relative to the image folder.
@@ -39,7 +40,7 @@ def image_name(value: Mapping[str, object], place: str) -> str:
         ImagePathError: the path leaves the folder.
         ValueError: the field is missing or is not text.
     """
-    name = words(value, "image", place, "the name of one image")
+    name = words(json_object, "image", place, "the name of one image")
     is_outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
     if is_outside or os.path.isabs(name) or PureWindowsPath(name).drive:
         raise ImagePathError(
@@ -49,7 +50,12 @@ def image_name(value: Mapping[str, object], place: str) -> str:
 
 
 def existing_image(root: str | Path, name: str, place: str) -> Path:
-    """Returns the path of an image. A symbolic link may lead out of the root.
+    """Returns the path of an image, which must exist. A symbolic link may lead out of `root`.
+
+    Args:
+        root: the image folder.
+        name: path of the image relative to the folder.
+        place: file and line that name the image, for messages.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -76,33 +82,39 @@ class ImageFolder:
             linked: other folders that links in the image folder may lead to.
         """
         self.root = Path(root)
-        self._allowed = [os.path.realpath(folder) for folder in (root, *linked)]
+        self._allowed_folders = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
         """Checks whether images exist inside the folder.
 
         Args:
-            names: paths relative to the folder.
+            names: n paths relative to the folder.
 
         Returns:
-            `PRESENT`, `MISSING` or `OUTSIDE` for each name. An empty file is `MISSING`.
+            [n] `PRESENT`, `MISSING` or `OUTSIDE` for each name. An empty file is `MISSING`. A link
+            that leads out of all allowed folders is `OUTSIDE`.
         """
         starts = range(0, len(names), _NAMES_PER_TASK)
         tasks = [names[start : start + _NAMES_PER_TASK] for start in starts]
         with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-            states = [state for part in pool.map(self._check, tasks) for state in part]
-        return np.array(states, np.int8)
+            states = itertools.chain.from_iterable(pool.map(self._check_names, tasks))
+            return np.fromiter(states, np.int8)
 
-    def _check(self, names: Sequence[str]) -> list[int]:
-        real_folders: dict[str, str] = {}  # there are few folders, and each is resolved once
-        return [self._check_one(name, real_folders) for name in names]
+    def _check_names(self, names: Sequence[str]) -> list[int]:
+        """Checks the images of one task, and returns their states."""
+        real_folders: dict[str, str] = {}
+        return [self._check_name(name, real_folders) for name in names]
 
-    def _check_one(self, name: str, real_folders: dict[str, str]) -> int:
+    def _check_name(self, name: str, real_folders: dict[str, str]) -> int:
         """Checks one image.
 
         Args:
             name: path relative to the folder.
-            real_folders: resolved path by folder; a new folder is added.
+            real_folders: cache of resolved paths of folders, because many images share a folder. A
+                new folder is added.
+
+        Returns:
+            `PRESENT`, `MISSING` or `OUTSIDE`.
         """
         folder, file = os.path.split(os.path.join(self.root, name))
         try:
@@ -115,6 +127,8 @@ class ImageFolder:
                 status = os.stat(path)
         except (OSError, ValueError):  # ValueError: a name that no file can have
             return MISSING
-        if not any(path.startswith(os.path.join(folder, "")) for folder in self._allowed):
+        # The final separator keeps "/data/images_2" from counting as inside "/data/images".
+        prefixes = [os.path.join(folder, "") for folder in self._allowed_folders]
+        if not path.startswith(tuple(prefixes)):
             return OUTSIDE
         return PRESENT if stat.S_ISREG(status.st_mode) and status.st_size else MISSING

@@ -34,7 +34,7 @@ _NON_IMAGE_FILES = (
 )
 # Bytes that the patterns above are matched against. The longest match, of a web page, needs fewer.
 _START_BYTES = 64
-# Transposition that undoes each EXIF orientation. Orientation 1 is upright.
+# Transposition that turns an image of each EXIF orientation upright. Orientation 1 is upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,9 +49,9 @@ _UPRIGHT = {
 def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = False) -> Image.Image:
     """Opens an image and converts it to RGB.
 
-    Palettes are resolved, and Pillow converts CMYK. 16-bit grey keeps its upper eight bits. An
-    animation gives its first frame. 32-bit grey is refused, because the range of its values is
-    unknown. EPS is refused, because it is a program that Pillow would run in Ghostscript.
+    Palettes and CMYK are converted by Pillow. 16-bit grey keeps its upper eight bits. An animation
+    gives its first frame. 32-bit grey is refused, because the range of its values is unknown. EPS
+    is refused, because it is a program that Pillow would run in Ghostscript.
 
     Args:
         source: a file, the bytes of a file, or a Pillow image.
@@ -70,7 +70,7 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
     if not isinstance(source, (str, Path, bytes, Image.Image)):
         raise TypeError(f"expected a path, bytes or a Pillow image, got {type(source).__name__}")
     if isinstance(source, bytes):
-        source, name = io.BytesIO(source), "the image"
+        source, name = io.BytesIO(source), "the image"  # name: start of error messages
     elif isinstance(source, Image.Image):
         name = repr(source)
     else:
@@ -87,7 +87,7 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
                 if image.format == "EPS":
                     raise _RefusedError("is an EPS drawing: convert it to PNG")
                 return _to_rgb(image, as_shown)
-    except Exception as error:  # Pillow's decoders may raise any kind
+    except Exception as error:  # Pillow's decoders may raise any type of error
         if isinstance(error, UnidentifiedImageError):
             problem = _describe_unknown_file(source)
         else:
@@ -100,9 +100,16 @@ class _RefusedError(ValueError):
 
 
 def _describe_problem(error: Exception) -> str:
-    """Returns the predicate of a message about an image that cannot be opened."""
+    """Describes why an image cannot be opened.
+
+    Args:
+        error: an error of Pillow, or a `_RefusedError`.
+
+    Returns:
+        The end of a message that begins with the name of the image, such as "is a damaged image".
+    """
     reason = " ".join(str(error).split()) or type(error).__name__
-    bomb = (
+    too_many_pixels = (
         f"unpacks to more pixels than Pillow allows ({reason}). A small file that grows to "
         "gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
     )
@@ -112,40 +119,42 @@ def _describe_problem(error: Exception) -> str:
             f"has more text or a larger colour profile than Pillow allows ({reason}): save it "
             f"without them; if you trust it, raise PIL.PngImagePlugin.{png_limit.group()}"
         )
-    messages = {
-        _RefusedError: reason,
-        Image.DecompressionBombError: bomb,
-        MemoryError: "needs more memory than is available",
-    }
-    return next(
-        (text for kind, text in messages.items() if isinstance(error, kind)),
-        f"is a damaged image: {reason}",
-    )
+    if isinstance(error, _RefusedError):
+        return reason
+    if isinstance(error, Image.DecompressionBombError):
+        return too_many_pixels
+    if isinstance(error, MemoryError):
+        return "needs more memory than is available"
+    return f"is a damaged image: {reason}"
 
 
 def _describe_unknown_file(source: str | Path | io.BytesIO) -> str:
-    """Returns the predicate of a message about a file that Pillow does not recognize."""
+    """Describes a file that Pillow does not recognize.
+
+    Returns:
+        The end of a message that begins with the name of the file, such as "is a web page".
+    """
     if isinstance(source, io.BytesIO):
-        start = source.getvalue()[:_START_BYTES]
+        first_bytes = source.getvalue()[:_START_BYTES]
     else:
         with open(source, "rb") as file:
-            start = file.read(_START_BYTES)
+            first_bytes = file.read(_START_BYTES)
     for pattern, description in _NON_IMAGE_FILES:
-        if re.match(pattern, start, re.DOTALL | re.I):
+        if re.match(pattern, first_bytes, re.DOTALL | re.I):
             return description
-    hint = "" if start else ": the file is empty"
+    hint = "" if first_bytes else ": the file is empty"
     return f"is not an image in a format that Pillow reads{hint}"
 
 
 def is_shown_otherwise(path: str | Path) -> bool:
-    """Returns whether `open_image` with and without `as_shown` gives different pixels.
+    """Returns whether `open_image` gives different pixels with and without `as_shown`.
 
     Such an image has an EXIF orientation, or is transparent.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        undecoded = Image.open(path)
-    with undecoded as image:
+        undecoded_image = Image.open(path)
+    with undecoded_image as image:
         if _orientation(image) not in _UPRIGHT and not image.has_transparency_data:
             return False
     stored, displayed = (open_image(path, as_shown=as_shown) for as_shown in (False, True))
@@ -161,7 +170,18 @@ def _orientation(image: Image.Image) -> object:
 
 
 def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
-    """Decodes an opened image and converts it to RGB, as described in `open_image`."""
+    """Decodes an opened image and converts it to RGB.
+
+    Args:
+        image: an image in any mode. Its pixels may not be decoded yet.
+        as_shown: as in `open_image`.
+
+    Returns:
+        The image in mode "RGB".
+
+    Raises:
+        _RefusedError: the image is not supported. Pillow's decoders raise further errors.
+    """
     if not 1 <= min(image.size) <= max(image.size) <= LONGEST_SIDE:
         raise _RefusedError(
             f"has {image.width} x {image.height} pixels, expected sides of 1 to {LONGEST_SIDE}"
@@ -173,9 +193,10 @@ def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and make nearly every 16-bit image white.
         dtype = ">u2" if image.mode.endswith("B") else "<u2"
-        values = np.frombuffer(image.tobytes(), dtype).reshape(image.height, image.width)
-        is_transparent = as_shown and values == image.info.get("transparency")
-        image = Image.fromarray(np.where(is_transparent, 255, values >> 8).astype(np.uint8))
+        grey_values = np.frombuffer(image.tobytes(), dtype).reshape(image.height, image.width)
+        # A 16-bit grey PNG may declare one value to be transparent. It becomes white.
+        is_transparent = as_shown and grey_values == image.info.get("transparency")
+        image = Image.fromarray(np.where(is_transparent, 255, grey_values >> 8).astype(np.uint8))
     if as_shown and image.has_transparency_data:
         foreground = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.new("RGB", foreground.size, "white")
@@ -198,18 +219,19 @@ def pad_to_square(
 ) -> Image.Image:
     """Pads an image to a square and resizes the square.
 
-    A very large square is never built. Pillow resamples rows first, rounds to bytes, and then
-    resamples columns. Therefore strips of the square can be resampled along their rows one by one,
-    and the stack of strips along its columns, with identical bytes.
+    A square of more than `STRIP_PIXELS` is never built. Pillow resizes an image along its rows
+    first, rounds to bytes, and then resizes along the columns. Therefore strips of the square are
+    resized along their rows one after another, and the stack of resized strips is resized along its
+    columns. The result is identical to the result for the complete square.
 
     Args:
         image: an RGB image.
-        fill: colour of the padding.
-        size: side of the result in pixels.
+        fill: colour of the padding, one number per channel.
+        size: side of the resized square in pixels.
         resample: a resampling filter of Pillow.
 
     Returns:
-        The image [size, size].
+        The resized square, with `size` pixels on each side.
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2
@@ -217,15 +239,15 @@ def pad_to_square(
         square = Image.new("RGB", (side, side), fill)
         square.paste(image, (left, top))
         return square.resize((size, size), resample)
-    stack = Image.new("RGB", (size, side))  # the square, resampled along its rows
+    stacked_strips = Image.new("RGB", (size, side))  # the square, resized along its rows
     padding = Image.new("RGB", (side, _STRIP_ROWS), fill)
-    padding = padding.resize((size, _STRIP_ROWS), resample)
-    for row in range(0, side, _STRIP_ROWS):
-        num_rows = min(_STRIP_ROWS, side - row)
-        if row + num_rows <= top or row >= top + image.height:
-            stack.paste(padding, (0, row))
+    resized_padding = padding.resize((size, _STRIP_ROWS), resample)
+    for first_row in range(0, side, _STRIP_ROWS):
+        num_rows = min(_STRIP_ROWS, side - first_row)
+        if first_row + num_rows <= top or first_row >= top + image.height:  # no row of the image
+            stacked_strips.paste(resized_padding, (0, first_row))
             continue
         strip = Image.new("RGB", (side, num_rows), fill)
-        strip.paste(image, (left, top - row))
-        stack.paste(strip.resize((size, num_rows), resample), (0, row))
-    return stack.resize((size, size), resample)
+        strip.paste(image, (left, top - first_row))
+        stacked_strips.paste(strip.resize((size, num_rows), resample), (0, first_row))
+    return stacked_strips.resize((size, size), resample)

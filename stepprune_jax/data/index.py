@@ -1,8 +1,9 @@
 """Builds and caches the index of a training file.
 
-A row is one training example: a question of a conversation with its supervised answer, with or
-without the preceding turns. The index holds a few numbers for each row: its sample, its token
-counts, and whether it can be trained on.
+A sample is one entry of the file: a conversation, usually about an image. A row is one training
+example: a question of a sample with its supervised answer, with or without the preceding turns. The
+index holds a few numbers for each row: its sample, its token counts, and whether it can be trained
+on.
 """
 
 import hashlib
@@ -47,43 +48,49 @@ class Samples(NamedTuple):
     entries: Sequence[Any]
     conversation: Callable[[Sequence[str | None]], str]
 
-    def place(self, sample: int) -> str:
-        """Returns file and number of a sample, for messages."""
-        return f"{self.file}: sample {sample}"
+    def place(self, sample_index: int) -> str:
+        """Returns the file and the index of a sample as text, for messages."""
+        return f"{self.file}: sample {sample_index}"
 
-    def parse(self, sample: int) -> Conversation:
+    def parse(self, sample_index: int) -> Conversation:
         """Parses a sample, and checks that the model's template accepts its turns.
 
         Raises:
             ValueError: the sample is malformed, or the template refuses a turn.
         """
-        place = self.place(sample)
-        conversation = parse_conversation(self.entries[sample], place)
+        place = self.place(sample_index)
+        conversation = parse_conversation(self.entries[sample_index], place)
         with naming(place):
-            self.conversation(conversation.turns)
+            self.conversation(conversation.turns)  # called only to raise its errors here
         return conversation
 
-    def turns(self, sample: int, first: int, pair: int) -> tuple[str, ...]:
-        """Returns the turns of a row; the arguments are fields of `Index`."""
-        return self.parse(sample).turns[2 * first : 2 * pair + 2]
+    def turns(self, sample_index: int, first_pair: int, last_pair: int) -> tuple[str, ...]:
+        """Returns the turns of a sample from one pair of question and answer to another.
+
+        Args:
+            sample_index: index of the sample.
+            first_pair: index of the first pair.
+            last_pair: index of the last pair, which is included.
+        """
+        return self.parse(sample_index).turns[2 * first_pair : 2 * last_pair + 2]
 
 
 class Index(NamedTuple):
     """The r rows of a training file, built by `scan` and `measure`.
 
-    A pair is a question of a conversation and its answer. Pairs are numbered from 0.
+    A pair is a question of a conversation and its answer.
 
     Attributes:
         names: names of the distinct images, as in the file.
-        sample: [r] number of the row's sample in the file.
-        first: [r] number of the row's first pair in the sample.
-        pair: [r] number of the row's last pair, whose answer is supervised.
+        sample: [r] index of the row's sample in the file.
+        first: [r] index of the row's first pair in the sample.
+        pair: [r] index of the row's last pair in the sample. Its answer is supervised.
         image: [r] index of the row's image in `names`; -1 without an image.
         problem: [r] `USABLE`, or the reason why the row cannot be trained on. `TEXT_ONLY`: no
             image. `MALFORMED`: the sample has a fault. `NO_ANSWER`: the context ends before the
             answer. `NO_TURNS`: the sample has only a message that is dropped.
-        ids: [r] number of ids, with one id for the image.
-        text: [r] number of ids of the user's text.
+        ids: [r] number of token ids, with one id for the image.
+        text: [r] number of token ids of the user's text, which the policy reads.
         targets: [r] number of supervised tokens within the context.
     """
 
@@ -103,8 +110,8 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
 
     Args:
         samples: the training file.
-        split_turns: True makes each pair a row. False makes the conversation one row, which ends
-            with a random pair.
+        split_turns: True makes each pair a row, without the pairs before it. False makes the
+            conversation one row, which ends with a random pair.
         skip_malformed: whether a malformed sample becomes a `MALFORMED` row instead of an error. An
             image path that leaves its folder is always an error.
 
@@ -114,37 +121,39 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
     Raises:
         ValueError: a sample is malformed.
     """
-    rows, image_numbers = [], {}
-    for sample in trange(
+    rows: list[tuple[int, int, int, int, int]] = []  # the fields from `sample` to `problem`
+    image_indices: dict[str, int] = {}
+    sample_indices = trange(
         len(samples.entries), desc="checking samples", unit="sample", disable=None
-    ):
+    )
+    for sample_index in sample_indices:
         try:
-            conversation = samples.parse(sample)
+            conversation = samples.parse(sample_index)
         except UserError as error:
             if isinstance(error, ImagePathError) or not skip_malformed:
                 raise
-            rows.append((sample, 0, 0, -1, MALFORMED))
+            rows.append((sample_index, 0, 0, -1, MALFORMED))
             continue
         if conversation.image is None or not conversation.turns:
             problem = NO_TURNS if conversation.image else TEXT_ONLY
-            rows.append((sample, 0, 0, -1, problem))
+            rows.append((sample_index, 0, 0, -1, problem))
             continue
-        image = image_numbers.setdefault(conversation.image, len(image_numbers))
+        image_index = image_indices.setdefault(conversation.image, len(image_indices))
         num_pairs = len(conversation.turns) // 2
         if split_turns:
-            rows += [(sample, pair, pair, image, USABLE) for pair in range(num_pairs)]
+            rows += [(sample_index, pair, pair, image_index, USABLE) for pair in range(num_pairs)]
         else:
-            # The seed is the sample's number, so all hosts choose the same pair.
-            last_pair = random.Random(sample).randrange(num_pairs)
-            rows.append((sample, 0, last_pair, image, USABLE))
-    zeros = np.zeros(len(rows), np.int32)
-    return Index(tuple(image_numbers), *np.array(rows, np.int32).T, zeros, zeros, zeros)
+            # The seed is the sample's index, so all hosts choose the same pair.
+            last_pair = random.Random(sample_index).randrange(num_pairs)
+            rows.append((sample_index, 0, last_pair, image_index, USABLE))
+    token_counts = np.zeros((3, len(rows)), np.int32)
+    return Index(tuple(image_indices), *np.array(rows, np.int32).T, *token_counts)
 
 
 def measure(
     index: Index, samples: Samples, encoder: ConversationEncoder, context_ids: int
 ) -> Index:
-    """Tokenises every usable row and returns the index with token counts.
+    """Tokenises every usable row, and returns the index with token counts.
 
     Args:
         index: result of `scan`.
@@ -153,35 +162,45 @@ def measure(
         context_ids: number of ids after which a row is truncated. A row without supervised tokens
             before this limit becomes `NO_ANSWER`.
     """
-    ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
-    rows = np.flatnonzero(index.problem == USABLE)
-    with tqdm(total=len(rows), desc="counting tokens", unit="row", disable=None) as bar:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            part = rows[start : start + _ROWS_PER_CALL]
-            keys = np.stack([index.sample, index.first, index.pair], axis=1)[part].tolist()
-            turns = [samples.turns(*key) for key in keys]
-            for row, encoded in zip(part, encoder.encode_all(turns, 1), strict=True):
-                ids[row], text[row] = len(encoded.ids), len(encoded.text)
+    num_rows = len(index.sample)
+    num_ids, num_text_ids, num_targets = np.zeros((3, num_rows), np.int32)
+    usable_rows = np.flatnonzero(index.problem == USABLE)
+    with tqdm(total=len(usable_rows), desc="counting tokens", unit="row", disable=None) as bar:
+        for start in range(0, len(usable_rows), _ROWS_PER_CALL):
+            rows = usable_rows[start : start + _ROWS_PER_CALL]
+            spans = zip(
+                index.sample[rows].tolist(),
+                index.first[rows].tolist(),
+                index.pair[rows].tolist(),
+                strict=True,
+            )
+            conversations = [samples.turns(*span) for span in spans]
+            all_encoded = encoder.encode_all(conversations, num_images=1)
+            for row, encoded in zip(rows, all_encoded, strict=True):
                 labels = np.array(last_answer(encoded.labels)[:context_ids])
-                targets[row] = np.count_nonzero(labels != IGNORE)
-            bar.update(len(part))
-    problem = np.where((index.problem == USABLE) & (targets == 0), NO_ANSWER, index.problem)
-    return index._replace(problem=problem, ids=ids, text=text, targets=targets)
+                num_ids[row], num_text_ids[row] = len(encoded.ids), len(encoded.text)
+                num_targets[row] = np.count_nonzero(labels != IGNORE)
+            bar.update(len(rows))
+    has_no_answer = (index.problem == USABLE) & (num_targets == 0)
+    problem = np.where(has_no_answer, NO_ANSWER, index.problem)
+    return index._replace(problem=problem, ids=num_ids, text=num_text_ids, targets=num_targets)
 
 
 def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: object) -> Path:
-    """Returns the path of a cached index. Its name is a hash of everything the index depends on.
+    """Returns the path of a cached index. The file name is a hash of all inputs of the index.
 
     Args:
-        folder: folder of cached indices.
-        data: identity of the training file.
+        folder: folder that caches indices.
+        data: hash of the training file's contents.
         encoder: the model's encoder of conversations.
-        *choices: JSON values that the index also depends on.
+        *choices: further inputs of the index, such as settings, as JSON values.
     """
     tokenizer = encoder.tokenizer
-    backend = tokenizer.backend_tokenizer.to_str()
+    tokenizer_json = tokenizer.backend_tokenizer.to_str()
+    # The template is a function, which cannot be hashed. The prompt that it writes for a made-up
+    # conversation is hashed instead.
     prompt = encoder.conversation([encoder.place_images("Q", 1), "A", "Q", "A"])
-    dependencies = [_FORMAT_VERSION, data, backend, tokenizer.bos_token_id, prompt, *choices]
+    dependencies = [_FORMAT_VERSION, data, tokenizer_json, tokenizer.bos_token_id, prompt, *choices]
     digest = hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
     return folder / f"index-{digest[:16]}.npz"
 
@@ -189,14 +208,16 @@ def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: 
 def save_index(index: Index, path: Path) -> None:
     """Writes an index atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # several hosts may write at once
-    names = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
+    # Several hosts may write the index at once, so their temporary files have different names.
+    temporary_path = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    # The archive must not contain pickled text, so the names are stored as the bytes of JSON.
+    name_bytes = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
     try:
-        with file_named(partial), partial.open("wb") as file:
-            np.savez(file, **index._asdict() | {"names": names})
-        os.replace(partial, path)
+        with file_named(temporary_path), temporary_path.open("wb") as file:
+            np.savez(file, **index._asdict() | {"names": name_bytes})
+        os.replace(temporary_path, path)
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk, an incomplete file remains
+        temporary_path.unlink(missing_ok=True)  # on a full disk, an incomplete file remains
 
 
 def load_index(path: Path) -> Index | None:
@@ -209,7 +230,7 @@ def load_index(path: Path) -> Index | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in Index._fields}
         names = tuple(json.loads(arrays.pop("names").tobytes()))
-    except Exception:  # a damaged file may raise any kind
+    except Exception:  # a damaged file may raise any type of error
         return None
     are_integers = all(array.dtype.kind in "iu" for array in arrays.values())
     return Index(names=names, **arrays) if are_integers else None

@@ -1,4 +1,7 @@
-"""Reads JSON files strictly, with the place of every mistake, and writes them atomically."""
+"""Reads JSON files strictly, with the place of every mistake, and writes them atomically.
+
+A place is a text for error messages, such as "train.json: sample 3" or "answers.jsonl: line 2".
+"""
 
 import contextlib
 import json
@@ -24,8 +27,8 @@ class Record(NamedTuple):
     """One JSON object of a file.
 
     Attributes:
-        place: file and line or number of the object, for messages.
-        value: the object.
+        place: file and line of the object, or file and index, for messages.
+        value: the fields of the object by name.
     """
 
     place: str
@@ -36,21 +39,22 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     """Reads a file that holds one JSON list.
 
     Args:
-        file: the file.
-        kind: name of the list's values, for messages.
+        file: path of the file.
+        kind: what the list consists of, in the singular, for messages, such as "sample".
 
     Returns:
-        The list, which is not empty.
+        The list, with at least one value.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file holds something else.
+        ValueError: the file is not valid JSON, is not a list, or is an empty list.
     """
     try:
         value = _read_json(file)
     except UserError as error:
-        has_lines = str(error).endswith("Extra data")
-        hint = ": expected one list, not an object per line" if has_lines else ""
+        # Python's JSON parser says "Extra data" if a second value follows the first.
+        is_json_lines = str(error).endswith("Extra data")
+        hint = ": expected one list, not an object per line" if is_json_lines else ""
         raise UserError(f"{error}{hint}") from error
     if not isinstance(value, list) or not value:
         expected = f"at least one {kind}" if isinstance(value, list) else "a JSON list"
@@ -67,9 +71,9 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
     """Reads a file with one JSON object per line. Blank lines are skipped.
 
     Args:
-        file: the file.
-        broken: output list. Messages about lines that are not JSON are appended. With None, such a
-            line is an error.
+        file: path of the file.
+        broken: output list of messages. A line that is not JSON appends a message to it. With None,
+            such a line raises an error instead.
 
     Returns:
         The objects in the order of the file, at least one.
@@ -81,15 +85,18 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
     # splitlines would also split at U+2028 and similar characters inside a JSON string.
     lines = read_text(file).split("\n")
     records = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        place = f"{file}: line {number}"
+        place = f"{file}: line {line_number}"
         try:
             value = parse_json(line, place)
         except UserError as error:
-            is_last = number == len(lines)
-            hint = " (the last line is incomplete: was the file truncated?)" if is_last else ""
+            # A complete file ends with a line break, so the last of `lines` is then empty.
+            is_incomplete = line_number == len(lines)
+            hint = (
+                " (the last line is incomplete: was the file truncated?)" if is_incomplete else ""
+            )
             if broken is None:
                 raise UserError(f"{error}{hint}") from error
             broken.append(f"{error}{hint}")
@@ -106,7 +113,8 @@ def parse_json(text: str | bytes, place: str, *, unique: bool = False) -> Any:
     Args:
         text: the JSON text. Bytes must be UTF-8.
         place: source of the text, for messages.
-        unique: whether an object that repeats a name is an error. Otherwise the last value counts.
+        unique: True raises an error for an object with two fields of the same name. False keeps the
+            last of them.
 
     Returns:
         The parsed value.
@@ -123,7 +131,7 @@ def parse_json(text: str | bytes, place: str, *, unique: bool = False) -> Any:
 
 
 def _describe_problem(error: ValueError | RecursionError) -> str:
-    """Returns the end of a message about a text that could not be parsed."""
+    """Describes why a text could not be parsed. The result is appended to the text's place."""
     if isinstance(error, json.JSONDecodeError):
         line = f", line {error.lineno}" if error.lineno > 1 else ""
         return f"{line}, column {error.colno}: not JSON: {error.msg}"
@@ -132,69 +140,79 @@ def _describe_problem(error: ValueError | RecursionError) -> str:
     return f": unreadable JSON: {'nested too deep' if is_too_deep else error}"
 
 
-def _build_unique(pairs: list[tuple[str, Any]]) -> JsonObject:
-    """Builds an object from its members, and raises if a name occurs twice."""
-    result: JsonObject = {}
-    for name, value in pairs:
-        if name in result:
+def _build_unique(fields: list[tuple[str, Any]]) -> JsonObject:
+    """Builds a JSON object from (name, value) pairs, and raises an error if a name occurs twice."""
+    json_object: JsonObject = {}
+    for name, value in fields:
+        if name in json_object:
             raise UserError(f"{name!r} is given twice")
-        result[name] = value
-    return result
+        json_object[name] = value
+    return json_object
 
 
 def as_object(value: object, place: str) -> JsonObject:
-    """Returns a value that must be a JSON object; `place` is its source, for the error."""
+    """Returns `value` if it is a JSON object, and raises an error about `place` otherwise."""
     if not isinstance(value, dict):
         raise UserError(f"{place}: expected a JSON object, got {_describe(value)}")
     return value
 
 
 def field(
-    value: Mapping[str, object],
+    json_object: Mapping[str, object],
     name: str,
     place: str,
     is_valid: Callable[[Any], bool],
     expected: str,
 ) -> Any:
-    """Reads a field of a JSON object.
+    """Returns the checked value of a field of a JSON object.
 
     Args:
-        value: the object.
+        json_object: the fields of the object by name.
         name: name of the field.
-        place: source of the object, for the message.
-        is_valid: returns whether a value is accepted. Receives None for a missing field.
-        expected: description of accepted values, for the message.
-
-    Returns:
-        The field's value.
+        place: file and line of the object, for the message.
+        is_valid: returns whether a value of the field is valid. Receives None for a missing field.
+        expected: description of valid values, for the message.
 
     Raises:
-        ValueError: the value is not accepted.
+        ValueError: the field's value is not valid.
     """
-    field_value = value.get(name)
-    if not is_valid(field_value):
-        problem = f"is {_describe(field_value)}" if name in value else "is missing"
+    value = json_object.get(name)
+    if not is_valid(value):
+        problem = f"is {_describe(value)}" if name in json_object else "is missing"
         raise UserError(f'{place}: "{name}" {problem}, expected {expected}')
-    return field_value
+    return value
 
 
 def words(
-    value: Mapping[str, object], name: str, place: str, expected: str = "a text that is not blank"
+    json_object: Mapping[str, object],
+    name: str,
+    place: str,
+    expected: str = "a text that is not blank",
 ) -> str:
-    """Reads a field that must be a string with visible characters, as `field` does."""
+    """Returns the value of a text field, which must have a character that is not a blank.
+
+    Args:
+        json_object: the fields of a JSON object by name.
+        name: name of the field.
+        place: file and line of the object, for the message.
+        expected: description of valid values, for the message.
+
+    Raises:
+        ValueError: the field is missing, blank, or not a text that UTF-8 can encode.
+    """
 
     def is_valid(text: object) -> bool:
         return isinstance(text, str) and bool(text.strip()) and not _SURROGATE.search(text)
 
-    return field(value, name, place, is_valid, expected)
+    return field(json_object, name, place, is_valid, expected)
 
 
-def identity(value: Mapping[str, object], name: str, place: str) -> str:
-    """Reads an id, which must be an integer or a string with visible characters, as text."""
-    number = value.get(name)
-    if isinstance(number, int) and not isinstance(number, bool):
-        return str(number)
-    return words(value, name, place)
+def identity(json_object: Mapping[str, object], name: str, place: str) -> str:
+    """Returns an id field as text. The id must be an integer, or a text as in `words`."""
+    raw_id = json_object.get(name)
+    if isinstance(raw_id, int) and not isinstance(raw_id, bool):
+        return str(raw_id)
+    return words(json_object, name, place)
 
 
 @contextlib.contextmanager
@@ -210,13 +228,13 @@ def file_named(path: Path) -> Iterator[None]:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically: a reader sees the old or the new contents, never a mixture."""
-    partial = path.with_name(f"{path.name}.partial")
+    temporary_path = path.with_name(f"{path.name}.partial")
     try:
-        with file_named(partial):
-            partial.write_bytes(data)
-            os.replace(partial, path)
+        with file_named(temporary_path):
+            temporary_path.write_bytes(data)
+            os.replace(temporary_path, path)
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk, an incomplete file remains
+        temporary_path.unlink(missing_ok=True)  # on a full disk, an incomplete file remains
 
 
 def write_json(path: Path, value: object) -> None:
@@ -254,12 +272,12 @@ def read_text(file: str | Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}: line {line}: not UTF-8: {error.reason}") from error
+        line_number = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}: line {line_number}: not UTF-8: {error.reason}") from error
 
 
 def _describe(value: object) -> str:
-    """Describes a parsed value: the JSON type of a container, the text of a scalar."""
+    """Describes a JSON value for messages, such as "an empty list", "an object" or "3"."""
     if isinstance(value, (dict, list)):
         article, kind = ("an", "object") if isinstance(value, dict) else ("a", "list")
         return f"{article} {kind}" if value else f"an empty {kind}"

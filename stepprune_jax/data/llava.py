@@ -22,8 +22,8 @@ from stepprune_jax.data.json_files import (
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.user_input import UserError, require
 
-# Fields of other programs' files that change what a sample is about or how it is asked. Ignoring
-# them would train on the wrong samples.
+# Fields of other programs' formats that change the meaning of a sample, with the supported way to
+# express it. Ignoring these fields would train on the wrong samples.
 _UNSUPPORTED_FIELDS = {
     **dict.fromkeys(("images", "video", "videos"), '"image" with the name of one image, or none'),
     **dict.fromkeys(("system", "system_prompt"), "the model's own system prompt"),
@@ -33,12 +33,13 @@ _VIDEO_MARK = "<video>"
 
 
 class Conversation(NamedTuple):
-    """One entry of a training file.
+    """One entry of a training file, parsed by `parse_conversation`.
 
     Attributes:
-        image: name of the image as in the file, or None.
-        turns: the turns without image marks, alternating from the user's first turn. Empty if the
-            entry has only a first message of the assistant, which is dropped.
+        image: name of the image as in the file, or None for a conversation without an image.
+        turns: texts of the user and the assistant in turn, from the user's first text to an answer,
+            without image marks. Empty if the entry has only a first message of the assistant,
+            which is dropped.
     """
 
     image: str | None
@@ -49,10 +50,10 @@ class Question(NamedTuple):
     """One question about an image.
 
     Attributes:
-        question_id: unique in the question file.
+        question_id: id of the question, unique in the question file.
         image: path of the image.
         text: the user's message without an image mark.
-        category: kind of question, for tables.
+        category: kind of question. Tables of results have a column per category.
     """
 
     question_id: str
@@ -77,17 +78,17 @@ def parse_conversation(entry: object, place: str) -> Conversation:
     Raises:
         ValueError: the entry is malformed, or has fields of another format.
     """
-    value = as_object(entry, place)
-    _refuse_unsupported(value, place)
-    image = image_name(value, place) if value.get("image") is not None else None
-    return Conversation(image, _read_turns(value, place, image is not None))
+    json_object = as_object(entry, place)
+    _refuse_unsupported(json_object, place)
+    image = image_name(json_object, place) if json_object.get("image") is not None else None
+    return Conversation(image, _read_turns(json_object, place, image is not None))
 
 
 def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
     """Reads a question file, one JSON object per line.
 
     Args:
-        file: the file.
+        file: path of the question file.
         image_root: folder that image names are relative to.
 
     Returns:
@@ -100,28 +101,29 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
     questions: list[Question] = []
     first_places: dict[str, str] = {}
     for record in read_json_lines(file):
-        place, value = record
-        question_id = _read_new_id(record, first_places)
-        _refuse_unsupported(value, place)
-        text = _remove_marks(words(value, "text", place), "text", place)
-        category = words(value, "category", place) if "category" in value else "default"
-        image = existing_image(image_root, image_name(value, place), place)
+        place, json_object = record
+        question_id = _read_unique_id(record, first_places)
+        _refuse_unsupported(json_object, place)
+        text = _remove_image_marks(words(json_object, "text", place), "text", place)
+        category = words(json_object, "category", place) if "category" in json_object else "default"
+        image = existing_image(image_root, image_name(json_object, place), place)
         questions.append(Question(question_id, image, text, category))
     return questions
 
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
-    """Reads the reference answers in the order of the questions."""
-    return [words(value, "answer", place) for place, value in read_for(file, questions, "answer")]
+    """Reads the reference answers in the order of the questions, with the errors of `read_for`."""
+    records = read_for(file, questions, "answer")
+    return [words(record.value, "answer", record.place) for record in records]
 
 
 def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list[Record]:
-    """Reads a file with one JSON object for each question.
+    """Reads a file with one JSON object for each question, such as an answer.
 
     Args:
-        file: the file, in any order.
+        file: path of a file whose objects have the field "question_id", in any order.
         questions: the questions.
-        kind: name of the objects, for messages.
+        kind: what the objects are, in the singular, for messages, such as "answer".
 
     Returns:
         The objects in the order of the questions.
@@ -134,66 +136,88 @@ def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list
     first_places: dict[str, str] = {}
     records: dict[str, Record] = {}
     for record in read_json_lines(file):
-        question_id = _read_new_id(record, first_places)
+        question_id = _read_unique_id(record, first_places)
         if question_id not in question_ids:
             raise UserError(f'{record.place}: "question_id" {question_id!r} belongs to no question')
         records[question_id] = record
-    missing = [q.question_id for q in questions if q.question_id not in records]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{file}: no {kind} for question_id {missing[0]!r}{more}")
-    return [records[question.question_id] for question in questions]
+    ordered_ids = [question.question_id for question in questions]
+    missing_ids = [question_id for question_id in ordered_ids if question_id not in records]
+    if missing_ids:
+        more = f" and {len(missing_ids) - 1} more" if len(missing_ids) > 1 else ""
+        raise UserError(f"{file}: no {kind} for question_id {missing_ids[0]!r}{more}")
+    return [records[question_id] for question_id in ordered_ids]
 
 
-def _refuse_unsupported(value: Mapping[str, object], place: str) -> None:
-    """Raises if a sample has a field of another format that changes its meaning."""
+def _refuse_unsupported(json_object: Mapping[str, object], place: str) -> None:
+    """Raises an error if a sample has one of `_UNSUPPORTED_FIELDS`."""
     for name, expected in _UNSUPPORTED_FIELDS.items():
-        require(not value.get(name), f'{place}: "{name}" is not followed, expected {expected}')
+        if json_object.get(name):
+            raise UserError(f'{place}: "{name}" is not followed, expected {expected}')
 
 
 def _is_nonempty_list(value: object) -> bool:
+    """Returns whether a value is a list with at least one item."""
     return isinstance(value, list) and len(value) > 0
 
 
-def _read_turns(value: Mapping[str, object], place: str, has_image: bool) -> tuple[str, ...]:
-    """Returns the checked turns of a sample, without marks."""
-    messages = field(value, "conversations", place, _is_nonempty_list, "a list of messages")
-    message_places = [f"{place}: conversations[{number}]" for number in range(len(messages))]
-    messages = [as_object(*pair) for pair in zip(messages, message_places, strict=True)]
-    # LLaVA's training data has conversations that were cut and begin with an answer.
+def _read_turns(json_object: Mapping[str, object], place: str, has_image: bool) -> tuple[str, ...]:
+    """Reads and checks the turns of a conversation.
+
+    Args:
+        json_object: the fields of an entry of a training file, by name.
+        place: file and index of the entry, for messages.
+        has_image: whether the entry has an image.
+
+    Returns:
+        The turns without image marks, as in `Conversation`.
+
+    Raises:
+        ValueError: the messages are malformed, do not alternate, or do not end with an answer.
+    """
+    entries = field(json_object, "conversations", place, _is_nonempty_list, "a list of messages")
+    message_places = [f"{place}: conversations[{i}]" for i in range(len(entries))]
+    messages = list(map(as_object, entries, message_places))
+    # Some of LLaVA's training conversations were split in the middle and begin with an answer.
     if messages[0].get("from") == "gpt":
         messages, message_places = messages[1:], message_places[1:]
     turns: list[str] = []
-    for number, (message, message_place) in enumerate(zip(messages, message_places, strict=True)):
-        role = ("human", "gpt")[number % 2]
+    for i, (message, message_place) in enumerate(zip(messages, message_places, strict=True)):
+        role = ("human", "gpt")[i % 2]
         is_role = functools.partial(operator.eq, role)
-        field(message, "from", message_place, is_role, f'"{role}" here')
+        field(message, "from", message_place, is_role, f'"{role}" here')  # raises for another role
         text = words(message, "value", message_place)
-        _check_image_mark(text, message_place, number, has_image)
-        turns.append(_remove_marks(text, "value", message_place))
+        _check_image_mark(text, message_place, turn_index=i, has_image=has_image)
+        turns.append(_remove_image_marks(text, "value", message_place))
     if len(turns) % 2:
         raise UserError(f'{place}: "conversations" ends with a question that has no answer')
     return tuple(turns)
 
 
-def _check_image_mark(text: str, place: str, number: int, has_image: bool) -> None:
-    """Raises if message `number` has an image mark that cannot be followed."""
-    if IMAGE_MARK in text and has_image and number % 2 == 0 and number > 0:
+def _check_image_mark(text: str, place: str, turn_index: int, has_image: bool) -> None:
+    """Raises an error if a turn has an image mark without an image that belongs there.
+
+    Args:
+        text: text of the turn.
+        place: file, entry and message of the turn, for messages.
+        turn_index: index of the turn. Even turns are the user's.
+        has_image: whether the conversation has an image. It belongs to the first turn.
+    """
+    if IMAGE_MARK in text and has_image and turn_index % 2 == 0 and turn_index > 0:
         raise UserError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
     stripped = text.strip()
     # Inside a text the mark may be HTML. At the start or end it means that the image is missing.
     is_at_end = stripped.startswith(IMAGE_MARK) or stripped.endswith(IMAGE_MARK)
-    if not has_image and number == 0 and is_at_end:
+    if not has_image and turn_index == 0 and is_at_end:
         raise UserError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
 
 
-def _remove_marks(text: str, name: str, place: str) -> str:
-    """Removes the image marks of a text.
+def _remove_image_marks(text: str, name: str, place: str) -> str:
+    """Returns a text without its image marks.
 
     Args:
-        text: value of a field.
+        text: value of a text field.
         name: name of the field, for messages.
-        place: file and object of the field, for messages.
+        place: file and line of the object with the field, for messages.
 
     Raises:
         ValueError: the text has a video mark, or is blank without image marks.
@@ -209,17 +233,22 @@ def _remove_marks(text: str, name: str, place: str) -> str:
     return unmarked
 
 
-def _read_new_id(record: Record, first_places: dict[str, str]) -> str:
-    """Reads the "question_id" of an object, and raises if an earlier object has the same one.
+def _read_unique_id(record: Record, first_places: dict[str, str]) -> str:
+    """Returns the "question_id" of an object.
 
     Args:
         record: the object.
-        first_places: line by id of the earlier objects; the new id is added.
+        first_places: line of each earlier object of the file, by its id. The new id is added.
+
+    Raises:
+        ValueError: the object has no valid id, or an earlier object has the same id.
     """
-    place, value = record
-    question_id = identity(value, "question_id", place)
+    place, json_object = record
+    question_id = identity(json_object, "question_id", place)
     if question_id in first_places:
-        first = first_places[question_id]
-        raise UserError(f'{place}: "question_id" {question_id!r} was already given at {first}')
+        first_place = first_places[question_id]
+        raise UserError(
+            f'{place}: "question_id" {question_id!r} was already given at {first_place}'
+        )
     first_places[question_id] = place.rpartition(": ")[2]
     return question_id

@@ -1,4 +1,8 @@
-"""Opens a training file as a `Corpus` of its usable rows, and reports the skipped rows."""
+"""Opens a training file as a `Corpus` of its usable rows, and reports the skipped rows.
+
+A row is one training example, see `index`. Embeddings are the inputs of the language model: one per
+text token and one per visual token.
+"""
 
 from collections.abc import Callable
 
@@ -42,9 +46,9 @@ def open_corpus(
 ) -> Corpus:
     """Reads a training file, and reports its contents and its skipped rows.
 
-    Text-only samples are skipped, because they have nothing to prune. The existence of images is
-    checked before any text is tokenised. Token counts are cached in `source.index_folder`, so the
-    next run with this file and tokenizer starts at once.
+    Text-only samples are skipped, because they have nothing to prune. Missing images are reported
+    before any text is tokenised. Token counts are cached in `source.index_folder`, so the next run
+    with this file and tokenizer starts at once.
 
     Args:
         source: the training file and its folders.
@@ -63,151 +67,194 @@ def open_corpus(
     """
     encoder.check()
     split_turns, skip_malformed = source.data.split_turns, source.data.unusable == "skip"
-    folder = ImageFolder(source.image_root, source.linked_folders)
     path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
     entries = read_json_list(source.file, "sample")
-    samples, cached = Samples(source.file, entries, encoder.conversation), load_index(path)
-    index = cached or scan(samples, split_turns, skip_malformed)
+    samples = Samples(source.file, entries, encoder.conversation)
+    cached_index = load_index(path)
+    index = cached_index or scan(samples, split_turns, skip_malformed)
     _refuse_unusable(index, samples, source, limits)
-    is_missing = _find_missing(index, samples, source, folder)
-    if cached is None:
+    is_missing = _find_missing_images(index, samples, source)
+    if cached_index is None:
         index = measure(index, samples, encoder, limits.ids)
         save_index(index, path)
+        # The token counts also reveal rows whose answer starts after the context.
         _refuse_unusable(index, samples, source, limits)
-    usable = np.flatnonzero((index.problem == USABLE) & ~is_missing)
-    for line in _report(index, is_missing, samples, split_turns, limits):
+    usable_rows = np.flatnonzero((index.problem == USABLE) & ~is_missing)
+    for line in _report_skipped_rows(index, is_missing, samples, split_turns, limits):
         log(line)
-    if not len(usable):
+    if not len(usable_rows):
         raise UserError(f"{source.file}: expected a sample with an image and an answer, got none")
     corpus = Corpus(
         index,
-        usable,
+        usable_rows,
         samples=samples,
         root=source.image_root,
         encoder=encoder,
         limits=limits,
     )
-    for line in _report_lengths(index, usable, corpus, limits):
+    for line in _report_lengths(index, usable_rows, corpus, limits):
         log(line)
     return corpus
 
 
 def _refuse_unusable(index: Index, samples: Samples, source: Source, limits: LengthLimits) -> None:
     """Raises for the first unusable row if `source.data.unusable` is "stop"."""
-    unusable = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
-    if source.data.unusable == "stop" and len(unusable):
-        raise UserError(_explain(index, int(unusable[0]), samples, limits))
+    unusable_rows = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
+    if source.data.unusable == "stop" and len(unusable_rows):
+        raise UserError(_describe_problem(index, int(unusable_rows[0]), samples, limits))
 
 
-def _explain(index: Index, row: int, samples: Samples, limits: LengthLimits) -> str:
-    """Returns the message about a `MALFORMED` or `NO_ANSWER` row."""
-    sample = int(index.sample[row])
-    if index.problem[row] == MALFORMED:
+def _describe_problem(index: Index, row_index: int, samples: Samples, limits: LengthLimits) -> str:
+    """Returns the error message about a row that cannot be trained on.
+
+    Args:
+        index: index of the training file.
+        row_index: index of a row whose problem is `MALFORMED` or `NO_ANSWER`.
+        samples: the training file.
+        limits: limits on the length of a row.
+    """
+    sample_index = int(index.sample[row_index])
+    if index.problem[row_index] == MALFORMED:
+        # The index does not store messages, so the sample is parsed again for its error.
         try:
-            samples.parse(sample)
+            samples.parse(sample_index)
         except UserError as error:
             return str(error)
     return (
-        f"{samples.place(sample)}: no answer within the first {limits.context} embeddings, "
+        f"{samples.place(sample_index)}: no answer within the first {limits.context} embeddings, "
         "which data.context_limit allows"
     )
 
 
-def _find_missing(
-    index: Index, samples: Samples, source: Source, folder: ImageFolder
-) -> Bool[np.ndarray, " r"]:
-    """Returns which rows lack their image file.
+def _find_missing_images(index: Index, samples: Samples, source: Source) -> Bool[np.ndarray, " r"]:
+    """Checks that the image files of all rows exist inside the image folder.
+
+    Args:
+        index: the r rows of the training file.
+        samples: the training file, for messages.
+        source: the image folder, and whether a missing image is an error.
+
+    Returns:
+        [r] True for each row whose image file is missing; False for a row without an image.
 
     Raises:
         FileNotFoundError: an image is missing, and `source.data.missing` is "stop".
         ImagePathError: a link leads out of the image folder.
     """
-    state = folder.check(index.names)
-    # Rows without an image have the index -1, which selects the appended entry.
-    row_state = np.append(state, PRESENT)[index.image]
-    outside, is_missing = np.flatnonzero(row_state == OUTSIDE), row_state == MISSING
-    if len(outside):
-        place, name = _locate_image(index, int(outside[0]), samples)
+    image_states = ImageFolder(source.image_root, source.linked_folders).check(index.names)
+    # A row without an image has the image index -1, which selects the appended state.
+    row_states = np.append(image_states, PRESENT)[index.image]
+    outside_rows = np.flatnonzero(row_states == OUTSIDE)
+    missing_rows = np.flatnonzero(row_states == MISSING)
+    if len(outside_rows):
+        place, image_name = _locate_image(index, int(outside_rows[0]), samples)
         raise ImagePathError(
-            f'{place}: "image": {name} is a link that leads out of {source.image_root}; if this is '
-            "intended, add its target folder to config.data.linked_folders"
+            f'{place}: "image": {image_name} is a link that leads out of {source.image_root}; if '
+            "this is intended, add its target folder to config.data.linked_folders"
         )
-    if source.data.missing == "stop" and is_missing.any():
-        place, name = _locate_image(index, int(np.argmax(is_missing)), samples)
-        num_more = np.count_nonzero(state == MISSING) - 1
+    if source.data.missing == "stop" and len(missing_rows):
+        place, image_name = _locate_image(index, int(missing_rows[0]), samples)
+        num_more = np.count_nonzero(image_states == MISSING) - 1
         more = f", and {num_more:,} more images are missing" if num_more else ""
         raise FileNotFoundError(
-            f'{place}: "image": no file, or an empty one, at {source.image_root / name}{more}; '
-            "config.data.missing = 'skip' skips such samples"
+            f'{place}: "image": no file, or an empty one, at {source.image_root / image_name}'
+            f"{more}; config.data.missing = 'skip' skips such samples"
         )
-    return is_missing
+    return row_states == MISSING
 
 
-def _locate_image(index: Index, row: int, samples: Samples) -> tuple[str, str]:
-    """Returns the place of a row in its file, and the name of its image."""
-    return samples.place(int(index.sample[row])), index.names[index.image[row]]
+def _locate_image(index: Index, row_index: int, samples: Samples) -> tuple[str, str]:
+    """Returns file and sample of a row as text for messages, and the name of the row's image."""
+    return samples.place(int(index.sample[row_index])), index.names[index.image[row_index]]
 
 
-def _report(
+def _report_skipped_rows(
     index: Index,
     is_missing: Bool[np.ndarray, " r"],
     samples: Samples,
     split_turns: bool,
     limits: LengthLimits,
 ) -> list[str]:
-    """Returns one line about the file's contents, and one line for each reason of skipped rows."""
-    questions = f", {len(index.sample):,} questions" if split_turns else ""
+    """Describes the contents of a training file and its skipped rows.
+
+    Args:
+        index: the r rows of the training file.
+        is_missing: [r] whether the image file of a row is missing.
+        samples: the training file.
+        split_turns: whether each question of a conversation is a row.
+        limits: limits on the length of a row.
+
+    Returns:
+        A line with the numbers of samples and images, and one line per reason for skipping rows.
+    """
+
+    def locate(row_index: int) -> str:
+        return ", ".join(_locate_image(index, row_index, samples))
+
+    def describe(row_index: int) -> str:
+        return _describe_problem(index, row_index, samples, limits)
+
+    no_answer = (index.problem == NO_ANSWER) & ~is_missing
+    # Rows to skip, the reason, and a function that describes the first of these rows.
+    reasons: list[tuple[np.ndarray, str, Callable[[int], str] | None]] = [
+        (index.problem == TEXT_ONLY, "text only, nothing to prune", None),
+        (index.problem == NO_TURNS, "only a first message of the assistant", None),
+        (is_missing, "the image is missing", locate),
+        (index.problem == MALFORMED, "malformed", describe),
+        (no_answer, "no answer within the context", describe),
+    ]
+    num_questions = f", {len(index.sample):,} questions" if split_turns else ""
     num_samples, num_images = len(samples.entries), len(index.names)
-    lines = [f"{samples.file}: {num_samples:,} samples{questions}, {num_images:,} images"]
-
-    def add_line(
-        is_skipped: np.ndarray, reason: str, describe: Callable[[int], str] | None = None
-    ) -> None:
-        rows = np.flatnonzero(is_skipped)
-        if len(rows):
-            example = f"; the first: {describe(int(rows[0]))}" if describe else ""
-            lines.append(f"  {len(rows):,} skipped: {reason}{example}")
-
-    def describe_image(row: int) -> str:
-        place, name = _locate_image(index, row, samples)
-        return f"{place}, {name}"
-
-    def explain(row: int) -> str:
-        return _explain(index, row, samples, limits)
-
-    add_line(index.problem == TEXT_ONLY, "text only, nothing to prune")
-    add_line(index.problem == NO_TURNS, "only a first message of the assistant")
-    add_line(is_missing, "the image is missing", describe_image)
-    add_line(index.problem == MALFORMED, "malformed", explain)
-    add_line((index.problem == NO_ANSWER) & ~is_missing, "no answer within the context", explain)
+    lines = [f"{samples.file}: {num_samples:,} samples{num_questions}, {num_images:,} images"]
+    for is_skipped, reason, describe_row in reasons:
+        skipped_rows = np.flatnonzero(is_skipped)
+        if len(skipped_rows):
+            example = f"; the first: {describe_row(int(skipped_rows[0]))}" if describe_row else ""
+            lines.append(f"  {len(skipped_rows):,} skipped: {reason}{example}")
     return lines
 
 
 def _report_lengths(
-    index: Index, usable: Int[np.ndarray, " u"], corpus: Corpus, limits: LengthLimits
+    index: Index, usable_rows: Int[np.ndarray, " u"], corpus: Corpus, limits: LengthLimits
 ) -> list[str]:
-    """Returns lines about the number and the lengths of the usable rows."""
+    """Describes the number and the lengths of the usable rows.
+
+    Args:
+        index: all rows of the training file, with token counts before truncation.
+        usable_rows: [u] indices of the usable rows in `index`.
+        corpus: the usable rows, with token counts after truncation.
+        limits: limits on the length of a row.
+
+    Returns:
+        A line with totals, and one line per kind of length with its quantiles.
+    """
     lengths = corpus.lengths
 
-    def summarize(name: str, counts: np.ndarray, num_truncated: int = 0, limit: int = 0) -> str:
-        median, percentile_95 = np.quantile(counts, (0.5, 0.95), method="lower")
-        truncated = f"; {num_truncated:,} truncated to {limit:,}" if num_truncated else ""
+    def summarize(name: str, token_counts: np.ndarray, truncation: str = "") -> str:
+        median, percentile_95 = np.quantile(token_counts, (0.5, 0.95), method="lower")
         return (
             f"  {name}: median {median:,}, 95 % {percentile_95:,}, "
-            f"longest {counts.max():,}{truncated}"
+            f"longest {token_counts.max():,}{truncation}"
         )
 
-    num_long_rows = int(np.count_nonzero(index.ids[usable] > limits.ids))
-    num_long_texts = int(np.count_nonzero(index.text[usable] > limits.policy_text))
-    num_targets = int(lengths.targets.sum(dtype=np.int64))
+    def count_truncated(full_counts: np.ndarray, max_count: int, limit: int) -> str:
+        num_truncated = int(np.count_nonzero(full_counts > max_count))
+        return f"; {num_truncated:,} truncated to {limit:,}" if num_truncated else ""
+
+    num_supervised_tokens = int(lengths.targets.sum(dtype=np.int64))
+    # The image of a row has one id and `image_tokens` embeddings.
+    num_embeddings = lengths.ids + limits.image_tokens - 1
     return [
-        f"  {len(usable):,} rows to train on, {num_targets:,} supervised tokens",
+        f"  {len(usable_rows):,} rows to train on, {num_supervised_tokens:,} supervised tokens",
         summarize(
             f"embeddings, {limits.image_tokens:,} of them visual",
-            lengths.ids + limits.image_tokens - 1,
-            num_long_rows,
-            limits.context,
+            num_embeddings,
+            count_truncated(index.ids[usable_rows], limits.ids, limits.context),
         ),
         summarize("supervised tokens", lengths.targets),
-        summarize("the user's words", lengths.text, num_long_texts, limits.policy_text),
+        summarize(
+            "the user's words",
+            lengths.text,
+            count_truncated(index.text[usable_rows], limits.policy_text, limits.policy_text),
+        ),
     ]

@@ -1,7 +1,7 @@
 """Converts prompts with images to token ids, for any prompt template.
 
-As text, a prompt has `IMAGE_MARK` at each image. As ids, it has `IMAGE_TOKEN` there. This id is in
-no vocabulary; the model replaces it by the image's visual tokens.
+A prompt as text contains `IMAGE_MARK` at the position of each image. The prompt as ids contains
+`IMAGE_TOKEN` there. This id is in no vocabulary. The model replaces it by visual tokens.
 """
 
 import threading
@@ -68,17 +68,17 @@ def check_marks(text: str, num_images: int) -> None:
 
 
 def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str:
-    """Puts one image mark per image in front of a message, as in the training data.
+    """Returns a message with one image mark per image, in front as in the training data.
 
     The mark of a single image moves to the front. Several marks keep their positions.
 
     Args:
-        message: the user's message, with no marks or one per image.
+        message: the user's message, with no image marks or with one per image.
         num_images: number of images.
-        mark: text that is put in front for each image.
+        mark: text that is put in front of the message for each image.
 
     Raises:
-        ValueError: the message has marks, but not `num_images`.
+        ValueError: the message has marks, but their number is not `num_images`.
     """
     num_marks = message.count(IMAGE_MARK)
     if num_marks:
@@ -116,40 +116,46 @@ def begins_pieces_with_a_blank(tokenizer: Any) -> bool:
     special_token = tokenizer.eos_token
     if special_token is None:
         return False
-    first_ids, ids_after_special = (
-        list(tokenizer(text, add_special_tokens=False).input_ids)
-        for text in ("?", f"{special_token}?")
-    )
-    return ids_after_special[1:] != first_ids
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    # Any short text shows the difference. The first id of the second text is the special token.
+    return encode(f"{special_token}?")[1:] != encode("?")
 
 
 def _added_tokens(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
-    """Returns the ids that a tokenizer prepends and appends to every text."""
+    """Returns the ids that a tokenizer prepends and appends to every text.
+
+    Returns:
+        Two lists: the ids before a text, and the ids after it.
+    """
     encoded = tokenizer("?", return_special_tokens_mask=True)
     ids, is_added = list(encoded.input_ids), list(encoded.special_tokens_mask)
-    if all(is_added):  # the vocabulary has no "?", which was dropped
+    if all(is_added):  # the vocabulary has no "?", so all ids are added ones
         return ids, []
-    start, stop = is_added.index(0), len(ids) - is_added[::-1].index(0)
-    return ids[:start], ids[stop:]
+    text_start, text_stop = is_added.index(0), len(ids) - is_added[::-1].index(0)
+    return ids[:text_start], ids[text_stop:]
 
 
 def join_at_images(pieces: Sequence[Sequence[int]], image: int = IMAGE_TOKEN) -> list[int]:
     """Joins the ids of a prompt's pieces, with the id `image` between two pieces."""
-    joined = list(pieces[0])
-    for piece in pieces[1:]:
-        joined += [image, *piece]
-    return joined
+    first_piece, *other_pieces = pieces
+    ids = list(first_piece)
+    for piece in other_pieces:
+        ids += [image, *piece]
+    return ids
 
 
 def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
     """Returns the ids of the user's text, which the policy reads.
 
-    All of the user's turns are included, because a question may refer to an earlier turn. System
-    prompt, role names, answers, image marks and start tokens are excluded.
+    The text consists of all of the user's turns, because a question may refer to an earlier turn.
+    It excludes system prompt, role names, answers, image marks and start tokens.
 
     Args:
         tokenizer: a `transformers` tokenizer.
-        turns: turns of a conversation, alternating from the user's first turn.
+        turns: texts of the user and the assistant in turn, from the user's first text.
     """
     text = user_words(turns)
     if not text:
@@ -167,18 +173,22 @@ def user_words(turns: Sequence[str]) -> str:
 def truncated_images(
     ids: Int[np.ndarray, " l"], kept: Int[np.ndarray, " j"], limit: int
 ) -> Int[np.ndarray, " j"]:
-    """Counts the visual tokens of each image that remain in a truncated prompt.
+    """Returns how many visual tokens of each image remain in a truncated prompt.
 
     Args:
         ids: [l] ids of the prompt, with `IMAGE_TOKEN` at each of the j images.
-        kept: [j] visual tokens of each image before truncation.
-        limit: number of embeddings, of text and images, after which the prompt is truncated.
+        kept: [j] number of visual tokens of each image before truncation.
+        limit: maximum number of embeddings of the prompt. Each text token has one embedding, and
+            each visual token has one.
+
+    Returns:
+        [j] number of visual tokens of each image after truncation.
     """
     is_image = ids == IMAGE_TOKEN
     num_embeddings = np.ones(len(ids), int)
     num_embeddings[is_image] = kept
-    start = np.cumsum(num_embeddings) - num_embeddings
-    return np.clip(limit - start, 0, num_embeddings)[is_image]
+    num_before = np.cumsum(num_embeddings) - num_embeddings
+    return np.clip(limit - num_before, 0, num_embeddings)[is_image]
 
 
 def pad_batch(
@@ -193,16 +203,17 @@ def pad_batch(
     Args:
         rows: b rows of any lengths.
         fill: value of the padding.
-        multiple: the width is rounded up to a multiple of this number.
-        width: the width l; None selects the length of the longest row.
+        multiple: without `width`, the width is rounded up to a multiple of this number.
+        width: the width l; None selects the length of the longest row, at least 1.
 
     Returns:
         The padded rows [b, l] and their lengths [b], both int32.
     """
-    length = np.asarray([len(row) for row in rows], np.int32)
+    lengths = np.asarray([len(row) for row in rows], np.int32)
     if width is None:
-        width = -(-max(1, int(length.max())) // multiple) * multiple
+        num_multiples = -(-max(1, int(lengths.max())) // multiple)  # rounded up
+        width = num_multiples * multiple
     padded = np.full((len(rows), width), fill, np.int32)
-    for row, target in zip(rows, padded, strict=True):
-        target[: len(row)] = row
-    return padded, length
+    for row, padded_row in zip(rows, padded, strict=True):
+        padded_row[: len(row)] = row
+    return padded, lengths

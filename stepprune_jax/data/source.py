@@ -87,32 +87,35 @@ def data_folder(data: DataSettings) -> Path:
 
 
 def training_source(data: DataSettings, workdir: str | Path) -> Source:
-    """Finds the training file and the image folders of a run.
+    """Finds the training file and the image folders that settings name.
 
     Args:
-        data: settings of the run.
-        workdir: the run's folder.
+        data: the settings.
+        workdir: folder of the run's results, the default place of the index.
 
     Returns:
-        The files and folders, which exist except for the index folder.
+        The files and folders. All of them exist, except possibly the index folder.
 
     Raises:
         FileNotFoundError: a file or folder is missing; the message names its setting.
         ValueError: a necessary setting is empty.
     """
-    file, image_root = map(local_path, (data.train_file, data.image_folder))
-    if not data.train_file or not data.image_folder:
-        folder = data_folder(data)
-        file = file if data.train_file else folder / TRAIN_FILE
-        image_root = image_root if data.image_folder else folder / IMAGES
-    if not file.is_file():
-        setting_name = "train_file" if data.train_file else "folder"
-        raise FileNotFoundError(f"config.data.{setting_name}: no file {file}")
+    # `train_file` and `image_folder` have precedence over their places inside `folder`.
+    if data.train_file:
+        file, file_setting = local_path(data.train_file), "train_file"
+    else:
+        file, file_setting = data_folder(data) / TRAIN_FILE, "folder"
+    if data.image_folder:
+        image_root, image_setting = local_path(data.image_folder), "image_folder"
+    else:
+        image_root, image_setting = data_folder(data) / IMAGES, "folder"
     linked_folders = tuple(map(local_path, data.linked_folders))
-    image_setting = "image_folder" if data.image_folder else "folder"
-    folders = [(image_setting, image_root), *(("linked_folders", x) for x in linked_folders)]
-    for setting_name, folder in folders:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"config.data.{setting_name}: no folder {folder}")
+    if not file.is_file():
+        raise FileNotFoundError(f"config.data.{file_setting}: no file {file}")
+    if not image_root.is_dir():
+        raise FileNotFoundError(f"config.data.{image_setting}: no folder {image_root}")
+    for linked_folder in linked_folders:
+        if not linked_folder.is_dir():
+            raise FileNotFoundError(f"config.data.linked_folders: no folder {linked_folder}")
     index_folder = local_path(data.index_folder or workdir)
     return Source(file, image_root, linked_folders, index_folder, data)

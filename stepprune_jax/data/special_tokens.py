@@ -43,20 +43,25 @@ class QuotingTokenizer:
             if token.special
         }
         self._tokenizer = tokenizer
-        texts = sorted({x.content for x in special_tokens.values()} - {IMAGE_MARK})
-        alternatives = "|".join(map(re.escape, texts))
+        contents = sorted({token.content for token in special_tokens.values()} - {IMAGE_MARK})
+        alternatives = "|".join(map(re.escape, contents))
         # Matches the first character of a special token. The lookahead also finds tokens that
         # overlap.
-        self._first = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL) if texts else None
-        # The copy encodes special tokens as text. Each special token also has an alias there, with
-        # the same rules and a random name that no user can guess. Tokens of the template are
-        # replaced by their aliases.
+        self._first_character = (
+            re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL) if contents else None
+        )
+        # A copy of the tokenizer encodes special tokens as text. Each special token also has an
+        # alias in the copy: an ordinary token with the same rules and a random name that no user
+        # can guess. To encode a prompt, special tokens of the template are replaced by their
+        # aliases, and the ids of aliases are replaced by the ids of the special tokens.
         self._copy = tokenizers.Tokenizer.from_str(backend.to_str())
         self._copy.encode_special_tokens = True
         self._copy.no_padding()
         self._copy.no_truncation()
         salt = secrets.token_hex(16)
-        self._aliases = {x.content: f"<{salt}{number}>" for number, x in special_tokens.items()}
+        self._aliases = {
+            token.content: f"<{salt}{token_id}>" for token_id, token in special_tokens.items()
+        }
         self._copy.add_tokens(
             [
                 tokenizers.AddedToken(
@@ -79,29 +84,33 @@ class QuotingTokenizer:
         return getattr(self._tokenizer, name)
 
     def quote(self, text: str) -> str:
-        """Marks the special tokens of a text as plain text, except for `IMAGE_MARK`."""
-        return text if self._first is None else self._first.sub(rf"\1{_BREAK}", text)
+        """Returns a text with `_BREAK` inside each special token except `IMAGE_MARK`."""
+        if self._first_character is None:
+            return text
+        return self._first_character.sub(rf"\1{_BREAK}", text)
 
     def __call__(self, text: str, **options: Any) -> Any:
         """Encodes a prompt with quoted parts.
 
         Args:
-            text: the prompt.
-            **options: options of the wrapped tokenizer. With quoted special tokens only
-                `add_special_tokens` has an effect.
+            text: the prompt. Parts written by users went through `quote`.
+            **options: options of the wrapped tokenizer. For a prompt with a quoted special token,
+                only `add_special_tokens` has an effect.
 
         Returns:
             An object with the attribute `input_ids`.
         """
         if _BREAK not in text:
             return self._tokenizer(text, **options)
-        for token, alias in self._aliases.items():
-            text = text.replace(token, alias)
-        adds_special = options.get("add_special_tokens", True)
-        encoded = self._copy.encode(text.replace(_BREAK, ""), add_special_tokens=adds_special)
-        return types.SimpleNamespace(input_ids=[self._id_of_alias.get(x, x) for x in encoded.ids])
+        for special_token, alias in self._aliases.items():
+            text = text.replace(special_token, alias)
+        encoded = self._copy.encode(
+            text.replace(_BREAK, ""), add_special_tokens=options.get("add_special_tokens", True)
+        )
+        ids = [self._id_of_alias.get(token_id, token_id) for token_id in encoded.ids]
+        return types.SimpleNamespace(input_ids=ids)
 
 
 def as_sent(message: str) -> str:
-    """Removes the marks of `QuotingTokenizer.quote` from an error message."""
+    """Returns an error message without the characters that `QuotingTokenizer.quote` inserted."""
     return message.replace(_BREAK, "").replace(repr(_BREAK)[1:-1], "")

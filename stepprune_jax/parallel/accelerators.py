@@ -13,7 +13,7 @@ class Accelerator(NamedTuple):
     Attributes:
         flops: peak FLOP/s of dense products in bfloat16.
         memory: device memory in bytes.
-        kind: words that jax's `device_kind` of this accelerator contains.
+        kind: texts that jax's `device_kind` of this accelerator contains, all of them.
     """
 
     flops: float
@@ -23,8 +23,8 @@ class Accelerator(NamedTuple):
 
 GB, GIB = 10**9, 2**30
 
-# By `config.accelerator.name`. `known_as` uses the first entry whose words match a device, so
-# specific words come before general words.
+# By `config.accelerator.name`. `known_as` uses the first entry whose `kind` matches a device, so
+# specific kinds such as "H100 PCIe" come before general kinds such as "H100".
 ACCELERATORS = {
     # NVIDIA Ampere GA102 architecture white paper V2.0, appendix C "RTX A6000 GPU Performance";
     # the data sheet of the RTX A6000 has "Tensor performance 309.7 TFLOPS" with sparsity, 48 GB.
@@ -54,6 +54,6 @@ ACCELERATORS = {
 def known_as(kind: str) -> str | None:
     """Returns the name in `ACCELERATORS` of a jax `device_kind`, or None if it is not listed."""
     for name, accelerator in ACCELERATORS.items():
-        if all(word in kind for word in accelerator.kind):
+        if all(text in kind for text in accelerator.kind):
             return name
     return None

@@ -16,8 +16,8 @@ from jax.experimental import topologies
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import UserError, nearest
 
-# XLA's message if its first Triton tiling of a product fails. With a device, XLA would then try
-# other tilings and cuBLAS; without one, the program is compiled again without Triton.
+# XLA's message if its first Triton tiling of a matrix product fails. With a device, XLA would then
+# try other tilings and cuBLAS. Without a device, the program is compiled again without Triton.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
@@ -25,12 +25,12 @@ INSTALL = 'pip install "stepprune-jax[aot]"'
 
 
 class Target(NamedTuple):
-    """Devices of one kind that programs can be compiled for.
+    """Devices of one kind that programs can be compiled for. Created by `make_target`.
 
     Attributes:
         name: name of the target, such as "h200:2".
         devices: descriptions of the devices. Arrays cannot be placed on them.
-        options: compiler options.
+        options: compiler options for these devices.
     """
 
     name: str
@@ -38,7 +38,14 @@ class Target(NamedTuple):
     options: dict[str, Any]
 
     def compile(self, lowered: Any) -> Any:
-        """Compiles a lowered program with arguments on `devices`. The result cannot be run."""
+        """Compiles a lowered program whose arguments are on `devices`.
+
+        Args:
+            lowered: a `jax.stages.Lowered`.
+
+        Returns:
+            A `jax.stages.Compiled`, whose memory and cost can be read. It cannot be run.
+        """
         try:
             return lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
@@ -54,8 +61,8 @@ class GpuSpec(NamedTuple):
         name: name that the driver reports.
         capability: major and minor compute capability.
         cores: number of cores.
-        fpus: floating-point units of a core.
-        threads: threads that a core can hold.
+        fpus: number of floating-point units of a core.
+        threads: maximum number of resident threads of a core.
         shared: shared memory of a core in KiB. A block can use 1 KiB less.
         bandwidth: memory bandwidth in bytes per second.
         cache: L2 cache in MiB.
@@ -103,11 +110,11 @@ TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
 
 
 class TargetName(NamedTuple):
-    """Parsed name of a target.
+    """Parsed name of a target, as `read_name` returns it.
 
     Attributes:
         kind: key of `CARDS` or `TPUS`.
-        size: number of cards, or layout of chips such as "2x4".
+        size: number of cards as text, or layout of TPU chips such as "2x4".
         count: number of cards or chips.
         accelerator: key of `accelerators.ACCELERATORS`.
     """
@@ -119,7 +126,11 @@ class TargetName(NamedTuple):
 
 
 def read_name(name: str) -> TargetName:
-    """Parses the name of a target: a card ("h200"), cards ("a6000:2") or TPU chips ("v5e:2x4").
+    """Parses the name of a target.
+
+    Args:
+        name: a card ("h200"), several cards ("a6000:2"), TPU chips in a layout ("v5e:2x4"), or TPU
+            chips in the default layout ("v5e").
 
     Raises:
         ValueError: the name is unknown.
@@ -133,13 +144,15 @@ def read_name(name: str) -> TargetName:
             f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, kinds)}"
         )
     if kind in CARDS:
-        return TargetName(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
+        size = size or "1"
+        return TargetName(kind, size, int(size), str(known_as(CARDS[kind].name)))
     size = size or TPUS[kind]
-    return TargetName(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
+    num_chips = math.prod(map(int, size.split("x")))
+    return TargetName(kind, size, num_chips, f"tpu-{kind}")
 
 
 def make_target(name: str) -> Target:
-    """Creates a target. May be called before or after jax has started.
+    """Creates a target. May be called before or after jax has initialised its devices.
 
     Args:
         name: as in `read_name`.
@@ -155,7 +168,14 @@ def make_target(name: str) -> Target:
 
 
 def missing(name: str) -> str | None:
-    """Returns a line about the missing compiler of a target, or None if it is installed."""
+    """Checks that the compiler of a target is installed.
+
+    Args:
+        name: as in `read_name`.
+
+    Returns:
+        None if the compiler is installed, otherwise a message that says how to install it.
+    """
     if read_name(name).kind in CARDS:
         is_installed = _has("jax_cuda12_plugin") and _cuda_toolkit()
         return None if is_installed else f"XLA's CUDA compiler is missing: {INSTALL}"
@@ -170,24 +190,30 @@ def _has(module: str) -> bool:
 def _cuda_toolkit() -> Path | None:
     """Returns the folder of ptxas and libdevice, in NVIDIA's package or in CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
-    packages = spec.submodule_search_locations if spec else ()
-    packaged = [Path(root) / "cuda_nvcc" for root in packages]
-    folders = (*packaged, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
+    package_folders = spec.submodule_search_locations if spec else ()
+    folders = [Path(folder) / "cuda_nvcc" for folder in package_folders]
+    folders.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
 
 
 def _make_cuda_target(name: str, target_name: TargetName) -> Target:
-    """Creates a target of CUDA cards in one machine."""
+    """Creates a target of CUDA cards in one machine.
+
+    Args:
+        name: name of the target, as the user gave it.
+        target_name: the parsed name.
+    """
     card = CARDS[target_name.kind]
     major, minor = card.capability
-    block_memory = (card.shared - 1) << 10
-    # Numbers in the text are equal for all of these cards. With a driver older than 12.3, XLA would
-    # exclude loops and conditionals from CUDA graphs.
+    core_memory, block_memory = card.shared << 10, (card.shared - 1) << 10  # KiB to bytes
+    # A protocol buffer of XLA in text form. Literal numbers in it are equal for all cards in
+    # `CARDS`. For a driver older than 12.3, XLA would exclude loops and conditionals from CUDA
+    # graphs.
     description = f"""
       gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {card.threads}
         core_count: {card.cores} fpus_per_core: {card.fpus} clock_rate_ghz: {card.clock}
-        shared_memory_per_block: 49152 shared_memory_per_core: {card.shared << 10}
+        shared_memory_per_block: 49152 shared_memory_per_core: {core_memory}
         shared_memory_per_block_optin: {block_memory}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
         thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -215,7 +241,15 @@ def _make_cuda_target(name: str, target_name: TargetName) -> Target:
 
 
 def _make_tpu_target(name: str, target_name: TargetName) -> Target:
-    """Creates a target of TPU chips in a layout."""
+    """Creates a target of TPU chips in a layout.
+
+    Args:
+        name: name of the target, as the user gave it.
+        target_name: the parsed name.
+
+    Raises:
+        ValueError: this TPU generation has no such layout.
+    """
     import libtpu
 
     # Without these variables, libtpu queries the network for its machine, and allows one process at
@@ -223,10 +257,10 @@ def _make_tpu_target(name: str, target_name: TargetName) -> Target:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
-    sizes = tuple(map(int, target_name.size.split("x")))
+    layout = tuple(map(int, target_name.size.split("x")))  # number of chips along each axis
     options = {}
-    if len(sizes) == 2 and target_name.count <= 8:  # one machine of v5e or v6e has eight chips
-        options = {"chips_per_host_bounds": (*sizes, 1)}
+    if len(layout) == 2 and target_name.count <= 8:  # one machine of v5e or v6e has eight chips
+        options = {"chips_per_host_bounds": (*layout, 1)}
     try:
         topology = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{target_name.kind}:{target_name.size}", **options

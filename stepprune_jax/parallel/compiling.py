@@ -6,13 +6,15 @@ import jax
 
 # Compiler options for programs with weights, by platform.
 #
-# CPU: the XLA of jax 0.10 slices bfloat16 through float32 and converts the stack of
-# all layers before their loop, unless this pass is disabled. XLA also fetches all matrices of a
-# layer before it uses the first one. Fetched one by one, matrices stay in the processor's cache.
+# CPU: XLA of jax 0.10 slices bfloat16 arrays through float32. Its pass for loop-invariant code
+# would convert the stack of all layers before the loop over layers, so the pass is disabled. XLA's
+# default scheduler fetches all matrices of a layer before it uses the first matrix. The scheduler
+# below fetches them one by one, so a matrix stays in the processor's cache until its use.
 #
-# GPU: XLA merges products that share an operand, such as queries, keys and values. With cuBLAS this
-# first copies the matrices into one. XLA also converts a copy of all stacked int8 layers instead
-# of the slices that products read, unless the sinking of slices is disabled.
+# GPU: XLA merges products that share an operand, such as queries, keys and values. For cuBLAS, this
+# copies the matrices into one larger matrix at each call, so merging is disabled. The pass
+# "slice-sinker" would convert all stacked int8 layers at once instead of one layer at a time, so it
+# is disabled.
 OPTIONS = {
     "cpu": {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
@@ -55,7 +57,7 @@ class Usage(NamedTuple):
         arguments: arguments of the program.
         outputs: outputs that do not reuse the memory of donated arguments.
         temporary: intermediate arrays.
-        total: sum of the three.
+        total: sum of `arguments`, `outputs` and `temporary`.
     """
 
     arguments: int
@@ -66,7 +68,7 @@ class Usage(NamedTuple):
 
 def usage(compiled: jax.stages.Compiled) -> Usage:
     """Returns the memory that the compiler planned for a program on each device."""
-    sizes = compiled.memory_analysis()
-    outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)
-    return Usage(*parts, sum(parts))
+    stats = compiled.memory_analysis()
+    arguments, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Usage(arguments, outputs, temporary, total=arguments + outputs + temporary)

@@ -1,8 +1,7 @@
 """Starts and coordinates the processes of a multi-process run.
 
-A process sees all devices and owns some of them. The process provides the rows of each batch for
-its own devices, and reads the slices of the weights for its own devices. All other code runs
-identically in each process.
+Each process controls some of the devices. It provides the rows of each batch for these devices, and
+reads the slices of the weights for these devices. All other code runs identically in each process.
 """
 
 import logging
@@ -44,27 +43,40 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
     """Connects the processes of a multi-process run. Does nothing for a single process.
 
     Must be called before jax initialises its devices. If a process is lost, the remaining processes
-    end after jax's heartbeat timeout, with a message that has the number of the lost process.
+    end after jax's heartbeat timeout, with a message that names the index of the lost process.
+
+    Args:
+        environment: environment variables, as in `arguments`.
+
+    Raises:
+        ValueError: as in `arguments`, or the processes could not connect to each other.
     """
-    settings = arguments(environment)
-    if settings is None:
+    initialize_arguments = arguments(environment)
+    if initialize_arguments is None:
         return
     try:
-        jax.distributed.initialize(**settings)
+        jax.distributed.initialize(**initialize_arguments)
     except RuntimeError as error:
         raise UserError(f"the processes of this run did not find each other: {error}") from error
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns arguments of `jax.distributed.initialize`, or None for a single process.
+    """Returns the arguments of `jax.distributed.initialize` for the launcher of this process.
 
-    The first of these that applies defines the run:
+    The first of these launchers that started the process determines the arguments:
 
     1. the variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
        JAX_PROCESS_ID;
     2. a Slurm step of several tasks, one for each GPU or one for each node;
     3. the hosts of a TPU slice;
-    4. an indexed Kubernetes job, as GKE runs them.
+    4. an indexed Kubernetes job, such as on GKE.
+
+    Args:
+        environment: environment variables of the process.
+
+    Returns:
+        Keyword arguments, or None for a run of a single process. jax detects what the arguments do
+        not contain.
 
     Raises:
         ValueError: the JAX variables contradict each other, or the process was started by torchrun
@@ -75,10 +87,10 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     if num_processes or process_id:
         return _parse_jax_variables(environment)
-    if _count(environment, "SLURM_STEP_NUM_TASKS") > 1:
-        slurm: dict[str, Any] = {"cluster_detection_method": "slurm"}
+    if _read_count(environment, "SLURM_STEP_NUM_TASKS") > 1:
         num_gpus = _count_gpus(environment)
-        return slurm | ({"local_device_ids": range(num_gpus)} if num_gpus else {})
+        device_ids = {"local_device_ids": range(num_gpus)} if num_gpus else {}
+        return {"cluster_detection_method": "slurm", **device_ids}
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         return {}
@@ -86,7 +98,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return {"cluster_detection_method": "k8s"}
     # Each process of an unsupported launcher would silently become a separate run.
     for name in _UNSUPPORTED_LAUNCHERS:
-        if _count(environment, name) > 1:
+        if _read_count(environment, name) > 1:
             raise UserError(
                 f"{name} is {environment.get(name)}, but torchrun and mpirun are not supported: "
                 f"set {', '.join(_JAX_VARIABLES)}, or JAX_NUM_PROCESSES=1 for a single process"
@@ -95,11 +107,14 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _parse_jax_variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns arguments of `jax.distributed.initialize` from the JAX variables."""
+    """Returns arguments of `jax.distributed.initialize` from the variables `_JAX_VARIABLES`.
+
+    Raises:
+        ValueError: a variable is missing or has a bad value.
+    """
     address, num_processes, process_id = (environment.get(name, "") for name in _JAX_VARIABLES)
-    are_numbers = all(
-        text.isdecimal() for text in (address.rpartition(":")[2], num_processes, process_id)
-    )
+    port = address.rpartition(":")[2]
+    are_numbers = all(text.isdecimal() for text in (port, num_processes, process_id))
     if not are_numbers or int(process_id) >= int(num_processes):
         values = ", ".join(f"{name}={environment.get(name, '')}" for name in _JAX_VARIABLES)
         raise UserError(
@@ -113,27 +128,35 @@ def _parse_jax_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _count(environment: Mapping[str, str], name: str) -> int:
-    """Returns the number in an environment variable, or 0 if it is not a number."""
-    text = environment.get(name, "").rpartition(":")[2]  # Slurm writes h100:2 for two of a type.
-    return int(text) if text.isdecimal() else 0
+def _read_count(environment: Mapping[str, str], name: str) -> int:
+    """Returns the number in an environment variable, or 0 if it has no number."""
+    count = environment.get(name, "").rpartition(":")[2]  # Slurm writes "h100:2" for two H100s
+    return int(count) if count.isdecimal() else 0
 
 
 def _count_gpus(environment: Mapping[str, str]) -> int:
-    """Returns how many GPUs a task of a Slurm step drives, or 0 if jax is to choose.
+    """Returns the number of GPUs that a task of a Slurm step uses.
 
-    jax gives task i of a node the i-th visible GPU. That GPU does not exist where Slurm shows each
-    task only the GPUs of that task. With one task for each node, the other GPUs would be idle.
+    By default, jax gives task i of a node the i-th visible GPU. This default is wrong in two cases.
+    If Slurm makes only the GPUs of a task visible to it, the i-th GPU does not exist. If a node has
+    a single task, the task would use one GPU of the node and leave its other GPUs idle.
+
+    Args:
+        environment: environment variables of the process.
+
+    Returns:
+        The number of GPUs, or 0 if the default of jax is right.
     """
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
         return 0
     device_names = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     num_visible = sum(bool(name) for name in device_names)
-    if num_visible and num_visible in (1, _count(environment, "SLURM_GPUS_PER_TASK")):
+    # Only the GPUs of this task are visible.
+    if num_visible and num_visible in (1, _read_count(environment, "SLURM_GPUS_PER_TASK")):
         return num_visible
-    num_gpus = num_visible or _count(environment, "SLURM_GPUS_ON_NODE")
-    num_tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
-    is_task_per_node = num_tasks == _count(environment, "SLURM_STEP_NUM_NODES")
+    num_gpus = num_visible or _read_count(environment, "SLURM_GPUS_ON_NODE")
+    num_tasks = _read_count(environment, "SLURM_STEP_NUM_TASKS")
+    is_task_per_node = num_tasks == _read_count(environment, "SLURM_STEP_NUM_NODES")
     return num_gpus if is_task_per_node and num_gpus > 1 else 0
 
 
@@ -151,19 +174,29 @@ def say(text: str) -> None:
 def main_first(function: Callable[[], T]) -> T:
     """Calls a function in process 0 first, and then in the remaining processes.
 
-    Meant for functions that write files in process 0 and read them in all processes. If one process
-    fails, every process raises an error.
+    Meant for functions that write files in process 0 and read them in all processes. If the call
+    fails in one process, every process raises an error.
+
+    Returns:
+        The function's result in this process.
     """
-    result = together(lambda: function() if is_main() else None)
-    return together(lambda: result if is_main() else function())
+    main_result = together(lambda: function() if is_main() else None)
+    return together(lambda: main_result if is_main() else function())
 
 
 def together(function: Callable[[], T]) -> T:
-    """Calls a function in every process; if one process fails, every process raises an error."""
+    """Calls a function in every process. If one call fails, every process raises an error.
+
+    All processes must call this. An error that is raised in one process only would leave the other
+    processes waiting for it forever.
+
+    Returns:
+        The function's result in this process.
+    """
     result, failure = None, None
     try:
         result = function()
-    except Exception as error:  # raised below, so that no process waits forever
+    except Exception as error:  # raised below, after all processes know about it
         failure = error
     has_failed = any_process(failure is not None)
     if failure is not None:
@@ -173,12 +206,12 @@ def together(function: Callable[[], T]) -> T:
 
 
 def each_together(items: Iterator[T]) -> Iterator[T]:
-    """Yields the items of an iterator; if it fails in one process, every process raises an error.
+    """Yields the items of an iterator. If one process fails, every process raises an error.
 
-    All processes must have the same number of items.
+    All processes must call this, with iterators of the same number of items.
     """
-    end = object()
-    while (item := together(lambda: next(items, end))) is not end:
+    end_marker = object()
+    while (item := together(lambda: next(items, end_marker))) is not end_marker:
         yield item
 
 
@@ -187,7 +220,7 @@ def require_same(digest: str, what: str) -> None:
 
     Args:
         digest: the hash in hexadecimal.
-        what: the hashed things in the plural, for the message.
+        what: what was hashed, in the plural, for the message.
     """
     if jax.process_count() == 1:
         return

@@ -30,7 +30,7 @@ def uses_joined_weights(platform: str, mesh: Mesh | None) -> bool:
 
 
 def prepare_to_answer(params: Params) -> Params:
-    """Joins matrices with `weights.join_kernels` if `uses_joined_weights`, and returns the weights.
+    """Returns weights with matrices joined by `weights.join_kernels` if `uses_joined_weights`.
 
     The caller must drop its reference to `params`; otherwise both copies stay in memory.
     """
@@ -66,11 +66,19 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def replicate_like(params: Params, tree: T) -> T:
-    """Replicates arrays to the devices of the weights. Arrays already there are not copied."""
+    """Replicates arrays to the devices of the weights.
+
+    Args:
+        params: the weights.
+        tree: a tree of arrays. With several processes, each process passes equal arrays.
+
+    Returns:
+        The tree with replicated arrays. Arrays that are already replicated there are not copied.
+    """
     sharding = _sharding_of(params)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P())
-    if not sharding.is_fully_addressable:  # with several processes, each has a copy of the arrays
+    if not sharding.is_fully_addressable:  # several processes, where `device_put` cannot be used
         return jax.jit(lambda tree: tree, out_shardings=sharding)(tree)
     return jax.device_put(tree, sharding)
 
@@ -80,29 +88,30 @@ def row_count(mesh: Mesh | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH)
 
 
-def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
-    """Returns the mesh axes for a row axis of this size, or None if they do not divide the size."""
-    return None if rows % row_count(mesh) else BATCH
+def _row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...] | None:
+    """Returns the mesh axes over which rows are split, or None if `num_rows` is not divisible."""
+    return None if num_rows % row_count(mesh) else BATCH
 
 
-def local_rows(mesh: Mesh | None, rows: int) -> slice:
+def local_rows(mesh: Mesh | None, num_rows: int) -> slice:
     """Returns the slice of a batch's rows that the devices of this process hold.
 
     Processes along a "tensor" axis hold the same rows and get the same slice.
 
     Args:
         mesh: the mesh; None selects all rows.
-        rows: number of rows over all processes.
+        num_rows: number of rows over all processes.
 
     Raises:
         UserError: the mesh gives this process rows that are not contiguous.
     """
     if mesh is None:
-        return slice(0, rows)
-    sharding = NamedSharding(mesh, P(_row_axes(mesh, rows)))
-    slices = sharding.addressable_devices_indices_map((rows,)).values()
-    spans = sorted({row_slice.indices(rows)[:2] for (row_slice,) in slices})
-    if any(end != start for (_, end), (start, _) in itertools.pairwise(spans)):
+        return slice(0, num_rows)
+    sharding = NamedSharding(mesh, P(_row_axes(mesh, num_rows)))
+    device_indices = sharding.addressable_devices_indices_map((num_rows,)).values()
+    # Start and stop of the rows of each device; devices with equal rows count once.
+    spans = sorted({row_slice.indices(num_rows)[:2] for (row_slice,) in device_indices})
+    if any(stop != next_start for (_, stop), (next_start, _) in itertools.pairwise(spans)):
         raise UserError(
             f"the mesh {dict(mesh.shape)} gives process {jax.process_index()} rows that do not "
             "follow each other; build it with the processes in order along its first axes"
@@ -110,25 +119,30 @@ def local_rows(mesh: Mesh | None, rows: int) -> slice:
     return slice(spans[0][0], spans[-1][1])
 
 
-def place_rows(mesh: Mesh | None, tree: T, rows: int | None = None) -> T:
+def place_rows(mesh: Mesh | None, tree: T, num_rows: int | None = None) -> T:
     """Places arrays with a leading row axis on a mesh.
 
-    The rows are split over the mesh if its axes divide their number; otherwise they are replicated.
+    The rows are split over the mesh axes `BATCH` if these divide the number of rows. Otherwise the
+    rows are replicated.
 
     Args:
         mesh: the mesh; None returns the arrays unchanged.
-        tree: the arrays. Each holds all rows, or the `local_rows` of this process if `rows` is set.
-        rows: number of rows over all processes.
+        tree: a tree of arrays. With `num_rows`, each array holds only the `local_rows` of this
+            process.
+        num_rows: number of rows over all processes; None if each array holds all rows.
+
+    Returns:
+        The tree with global arrays of all rows.
     """
     if mesh is None:
         return tree
 
     def place(leaf):
-        count = leaf.shape[0] if rows is None else rows
-        sharding = NamedSharding(mesh, P(_row_axes(mesh, count)))
+        num_global_rows = leaf.shape[0] if num_rows is None else num_rows
+        sharding = NamedSharding(mesh, P(_row_axes(mesh, num_global_rows)))
         if sharding.is_fully_addressable:
             return jax.device_put(leaf, sharding)
-        shape = (count, *leaf.shape[1:])
+        shape = (num_global_rows, *leaf.shape[1:])
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
     return jax.tree.map(place, tree)
@@ -137,7 +151,7 @@ def place_rows(mesh: Mesh | None, tree: T, rows: int | None = None) -> T:
 def to_host(tree: PyTree) -> PyTree:
     """Copies arrays to the host as numpy arrays.
 
-    For an array that is sharded over several processes, all of these processes must call this.
+    If an array is sharded over several processes, all of these processes must call this.
     """
 
     def to_numpy(leaf):
@@ -159,6 +173,11 @@ def constrain_rows(mesh: Mesh | None, tree: T) -> T:
     """Constrains arrays to be split by rows, and KV caches by rows and heads.
 
     For use inside a compiled program.
+
+    Args:
+        mesh: the mesh; None returns the arrays unchanged.
+        tree: a tree of arrays with a leading row axis, and of `Cache` objects, whose keys and
+            values have the axes [layers, rows, heads, ...].
     """
     if mesh is None:
         return tree
@@ -166,18 +185,22 @@ def constrain_rows(mesh: Mesh | None, tree: T) -> T:
     def constrain(leaf, spec):
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
-    def by_rows(leaf):
+    def split_rows(leaf):
         return constrain(leaf, P(_row_axes(mesh, leaf.shape[0])) if jnp.ndim(leaf) else P())
 
-    def by_heads(leaf):
-        rows, heads = leaf.shape[1:3]
-        axis = None if heads % mesh.shape["tensor"] else "tensor"
-        return constrain(leaf, P(None, _row_axes(mesh, rows), axis))
+    def split_rows_and_heads(leaf):
+        num_rows, num_heads = leaf.shape[1:3]
+        head_axis = None if num_heads % mesh.shape["tensor"] else "tensor"
+        return constrain(leaf, P(None, _row_axes(mesh, num_rows), head_axis))
 
     def constrain_node(node):
-        if isinstance(node, Cache):
-            key, value = by_heads(node.key), by_heads(node.value)
-            return Cache(key, value, by_rows(node.length), by_rows(node.next_position))
-        return by_rows(node)
+        if not isinstance(node, Cache):
+            return split_rows(node)
+        return Cache(
+            split_rows_and_heads(node.key),
+            split_rows_and_heads(node.value),
+            split_rows(node.length),
+            split_rows(node.next_position),
+        )
 
     return jax.tree.map(constrain_node, tree, is_leaf=lambda node: isinstance(node, Cache))

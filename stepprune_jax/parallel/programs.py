@@ -41,10 +41,10 @@ class ProgramRun(NamedTuple):
 
 @contextlib.contextmanager
 def watch_programs() -> Iterator[list[ProgramRun]]:
-    """Records all calls of functions of `jit_for_weights` inside the block.
+    """Records the calls of all functions of `jit_for_weights` inside a `with` block.
 
     Yields:
-        A list that grows by one `ProgramRun` per call.
+        A list. Each call of such a function appends one `ProgramRun`.
     """
     runs: list[ProgramRun] = []
     _recordings.append(runs)
@@ -55,11 +55,11 @@ def watch_programs() -> Iterator[list[ProgramRun]]:
 
 
 def _evict_programs() -> None:
-    """Drops all programs on CPUs if their number exceeds `MAX_PROGRAMS`."""
-    counts = {function: function._cache_size() for function in _cpu_functions}
-    if sum(counts.values()) > MAX_PROGRAMS:
-        _num_evicted.update(counts)
-        for function in counts:
+    """Drops all compiled programs on CPUs if their number exceeds `MAX_PROGRAMS`."""
+    num_programs = {function: function._cache_size() for function in _cpu_functions}
+    if sum(num_programs.values()) > MAX_PROGRAMS:
+        _num_evicted.update(num_programs)
+        for function in _cpu_functions:
             function.clear_cache()
 
 
@@ -79,9 +79,10 @@ def jit_for_weights(
     The function is compiled with the `OPTIONS` of the weights' platform and with jax's default
     settings (`jax_defaults`), independent of the settings of the calling program.
 
-    With `answers`, the function is never differentiated, so it can read large layers in place. On
-    GPUs the program unstacks the layers. On a CPU, XLA would copy each slice, so the program
-    receives views of the layers. On a TPU a scan reads its slices in place.
+    The layers of a model are stacked in the weights. With `answers`, the function is never
+    differentiated, so a program can read large layers without copying slices of the stack. On GPUs
+    the program unstacks the layers. On a CPU it receives the layers as separate views. On a TPU no
+    change is necessary, because a scan reads slices in place.
 
     Args:
         function: a function of the weights and further arguments.
@@ -91,10 +92,9 @@ def jit_for_weights(
 
     Returns:
         The compiled function, with two attributes. `num_compiled()` returns the number of programs
-        compiled by this function. `trace` is the method of `jax.jit`, and also accepts abstract
-        weights with a sharding.
+        compiled by this function, including dropped programs. `trace` is the method of `jax.jit`,
+        and also accepts abstract weights with a sharding.
     """
-    names = {"static_argnames": static, "donate_argnames": donate}
 
     @functools.wraps(function)
     def with_unstacked_layers(params, *args, **kwargs):
@@ -103,15 +103,16 @@ def jit_for_weights(
     jitted = {
         platform: jax.jit(
             with_unstacked_layers if answers and platform == "gpu" else function,
-            **names,
+            static_argnames=static,
+            donate_argnames=donate,
             compiler_options=options_of(platform, answers),
         )
         for platform in ("cpu", "gpu", "tpu")
     }
     _cpu_functions.append(jitted["cpu"])
 
-    def select(params):
-        """Returns the jitted function of the weights' platform, and the weights in its form."""
+    def select_program(params):
+        """Returns the jitted function of the weights' platform, and the weights to call it with."""
         platform, num_devices = devices_of(params)
         if answers and platform == "cpu" and num_devices == 1 and has_large_layers(params):
             params = _layer_views(params)
@@ -119,10 +120,11 @@ def jit_for_weights(
 
     @functools.wraps(function)
     def call(params, *args, **kwargs):
-        program, params = select(params)
+        program, params = select_program(params)
         with jax_defaults():
             for runs in _recordings:
-                input_bytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((args, kwargs)))
+                leaves = jax.tree.leaves((args, kwargs))
+                input_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
                 runs.append(ProgramRun(program.trace(params, *args, **kwargs), input_bytes))
             result = program(params, *args, **kwargs)
         if program is jitted["cpu"]:
@@ -130,7 +132,7 @@ def jit_for_weights(
         return result
 
     def trace(params, *args, **kwargs):
-        program, params = select(params)
+        program, params = select_program(params)
         return program.trace(params, *args, **kwargs)
 
     call.num_compiled = lambda: sum(

@@ -37,27 +37,30 @@ def build_mesh(
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
-        preset: a name, or sizes by axis, as a mapping or as text such as "data=2,fsdp=-1". Absent
-            axes have size 1, and one axis may be -1 for the remaining devices. "single": the first
-            device. "data", "fsdp", "tensor": all devices on that axis. "data_tensor",
-            "fsdp_tensor": two devices on "tensor", the remaining devices on the first axis.
-            "data_fsdp": the devices of a process on "fsdp", the processes on "data".
+        preset: one of `PRESETS`, or sizes by axis, as a mapping or as text such as
+            "data=2,fsdp=-1". Absent axes have size 1, and one axis may be -1 for the remaining
+            devices. The presets are
+            "single": the first device;
+            "data", "fsdp", "tensor": all devices on this axis;
+            "data_tensor", "fsdp_tensor": two devices on "tensor", and the remaining devices on the
+            first axis;
+            "data_fsdp": the devices of each process on "fsdp", and the processes on "data".
         devices: devices to use in order; None selects all devices of jax.
 
     Returns:
         A mesh of three axes with automatic sharding.
 
     Raises:
-        ValueError: an unknown preset or axis, or sizes that do not fit the number of devices.
+        ValueError: the preset or an axis is unknown, or the sizes do not fit the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if preset == "single":
         devices = devices[:1]
-    sizes = _sizes(preset, devices) if isinstance(preset, str) else dict(preset)
+    sizes = _parse_sizes(preset, devices) if isinstance(preset, str) else dict(preset)
     shape = [sizes.get(axis, 1) for axis in AXES]
-    known_size = math.prod(size for size in shape if size != -1)
-    if shape.count(-1) == 1 and known_size > 0 and len(devices) % known_size == 0:
-        shape[shape.index(-1)] = len(devices) // known_size
+    fixed_size = math.prod(size for size in shape if size != -1)
+    if shape.count(-1) == 1 and fixed_size > 0 and len(devices) % fixed_size == 0:
+        shape[shape.index(-1)] = len(devices) // fixed_size
     is_valid = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
     if not is_valid:
         raise UserError(
@@ -67,18 +70,30 @@ def build_mesh(
         return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Parses the name of a preset, or text such as "data=2,fsdp=-1", to sizes by axis."""
+def _parse_sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
+    """Returns the sizes of mesh axes that a text describes.
+
+    Args:
+        preset: one of `PRESETS`, or text such as "data=2,fsdp=-1".
+        devices: devices of the mesh.
+
+    Returns:
+        Sizes by axis. An axis of size -1 takes the remaining devices.
+
+    Raises:
+        ValueError: the text has another form.
+    """
     if preset == "single":
         return {}
+    if preset == "data_fsdp":
+        num_processes = len({device.process_index for device in devices})
+        return {"data": num_processes, "fsdp": -1}
     if preset in PRESETS:
-        first, _, second = preset.partition("_")
-        if second == "fsdp":
-            return {first: len({device.process_index for device in devices}), second: -1}
-        return {first: -1} | ({second: 2} if second else {})
+        first_axis, _, second_axis = preset.partition("_")
+        return {first_axis: -1, second_axis: 2} if second_axis else {first_axis: -1}
     try:
-        pairs = [pair.split("=") for pair in preset.split(",")]
-        return {axis.strip(): int(size) for axis, size in pairs}
+        axis_sizes = [text.split("=") for text in preset.split(",")]
+        return {axis.strip(): int(size) for axis, size in axis_sizes}
     except ValueError:
         raise UserError(
             f"mesh {preset!r} is unknown, expected one of {', '.join(PRESETS)}, or sizes by axis, "
@@ -92,7 +107,11 @@ def path_name(path: KeyPath) -> str:
 
 
 def spec_of(name: str, rules: Rules) -> P:
-    """Returns the spec of the first rule that matches a path, and raises if none does."""
+    """Returns the spec of the first rule that matches a path, as in `shardings`.
+
+    Raises:
+        ValueError: no rule matches the path.
+    """
     for pattern, spec in rules:
         if matches(name, pattern):
             return spec
@@ -113,29 +132,32 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         mesh: result of `build_mesh`.
 
     Returns:
-        The same tree with a `NamedSharding` for each leaf. The scales of an int8 matrix are
-        sharded like its columns.
+        The tree with a `NamedSharding` in place of each leaf. An int8 matrix has two shardings, and
+        its scales [columns] are sharded like its columns.
 
     Raises:
-        ValueError: no rule matches a path, or a dimension is not divisible by its mesh axes.
+        ValueError: no rule matches a path, or the size of an axis is not divisible by the number of
+            devices along its mesh axes.
     """
 
     def sharding_of(path, leaf):
         name = path_name(path)
         spec = spec_of(name, rules)
-        for size, axes in zip(leaf.shape, spec, strict=False):
-            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-            num_parts = math.prod(mesh.shape[axis] for axis in axes)
-            if size % num_parts:
+        for size, entry in zip(leaf.shape, spec, strict=False):
+            # An entry of a spec is one mesh axis, a tuple of mesh axes, or None.
+            mesh_axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            num_shards = math.prod(mesh.shape[axis] for axis in mesh_axes)
+            if size % num_shards:
                 raise UserError(
                     f"{name} of shape {tuple(leaf.shape)}: {size} is not divisible by the "
-                    f"{num_parts} devices of mesh axes {axes}"
+                    f"{num_shards} devices of mesh axes {mesh_axes}"
                 )
         leaf_sharding = NamedSharding(mesh, spec)
         if not isinstance(leaf, Int8Kernel):
             return leaf_sharding
-        axes = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        return Int8Kernel(leaf_sharding, NamedSharding(mesh, P(*axes[:-2], axes[-1])))
+        full_spec = [*spec, *[None] * (len(leaf.shape) - len(spec))]  # one entry per axis
+        scale_spec = P(*full_spec[:-2], full_spec[-1])  # scales have no axis of rows
+        return Int8Kernel(leaf_sharding, NamedSharding(mesh, scale_spec))
 
     return jax.tree_util.tree_map_with_path(
         sharding_of, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)

@@ -31,8 +31,8 @@ def test_all_faults_are_counted_and_the_first_ones_are_printed(tmp_path, capsys)
     Image.new("1", (70_000, 1)).save(next((folder / "images").glob("test_*")))
     (folder / "test_answers.jsonl").write_text("[" * 100_000)
     results = {result.name: result for result in check_folder(folder)}
-    assert (results["train.json"].count, len(results["train.json"].faults)) == (1, 3)
-    assert (results["images"].count, len(results["images"].faults)) == (1, 2)
+    assert (results["train.json"].num_valid, len(results["train.json"].faults)) == (1, 3)
+    assert (results["images"].num_valid, len(results["images"].faults)) == (1, 2)
     assert "nested too deep" in results["test_answers.jsonl"].faults[0]
     assert main([str(folder), "--faults", "1"]) == 1
     out = capsys.readouterr().out
