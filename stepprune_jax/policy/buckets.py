@@ -96,7 +96,7 @@ def power_of_two(count: int) -> int:
 
 def round_up(sizes: ArrayLike, multiple: int) -> Int[np.ndarray, "*n"]:
     """Rounds sizes up to multiples of a number."""
-    return -(-np.asarray(sizes) // multiple) * multiple
+    return np.asarray(-(-np.asarray(sizes) // multiple) * multiple)
 
 
 def fraction_ladder(largest: int, divisors: Sequence[int] = (8, 4, 2, 1)) -> tuple[int, ...]:
