@@ -41,21 +41,21 @@ POSITIONS = ("original", "compact")
 class Kept(NamedTuple):
     """The visual tokens of images that enter the language model, padded to a static size k.
 
-    The leading axes `*r` are [r] for the (image, prompt) pairs that a pruner returns, and [b, j]
+    The leading axes `...` are [r] for the (image, prompt) pairs that a pruner returns, and [b, j]
     for the j images of each of b prompts that `assembly.assemble` reads. The valid tokens are a
     prefix of each row.
 
     Attributes:
-        index: [*r, k] int32 index of each token among the n tokens of its image; -1 for merged and
+        index: [..., k] int32 index of each token among the n tokens of its image; -1 for merged and
             added tokens, and in the padding.
-        place: [*r, k] int32 index of the image token whose position ids each token has.
-        tokens: [*r, k, w] the tokens, before or after the projector, each with its deep features
+        place: [..., k] int32 index of the image token whose position ids each token has.
+        tokens: [..., k, w] the tokens, before or after the projector, each with its deep features
             appended; zeros in the padding.
-        valid: [*r, k] True = token.
-        count: [*r] int32 number of tokens.
-        order: [*r, t] int32 indices of the tokens in the order of selection, -1 in the padding;
+        valid: [..., k] True = token.
+        count: [...] int32 number of tokens.
+        order: [..., t] int32 indices of the tokens in the order of selection, -1 in the padding;
             None for a method that selects a set.
-        note: [*r, k, w] values of each token for cuts between layers; None if no cut reads any.
+        note: [..., k, w] values of each token for cuts between layers; None if no cut reads any.
     """
 
     index: Int[Array, "*r k"]
