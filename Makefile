@@ -181,6 +181,7 @@ lint: env
 bench: env
 	$(PY) -m tools.bench.policy --repeats 5
 	$(PY) -m tools.bench.backbone --attention matmul xla --load_gb 2
+	$(PY) -m tools.bench.compiling
 
 # Compiles for GPUs and TPUs that need not be here; AOT_FLAGS=--full for 7B and every target.
 aot: $(AOT_VENV)/.installed
