@@ -9,7 +9,7 @@ DEFAULT = "StepPrune"
 # Suffix of rows with a learned stop. Answer files store it, so the text must not change.
 _STOP = ", own stop"
 # Row of the default policy with its learned stop.
-OWN_STOP = f"{DEFAULT}{_STOP}"
+LEARNED_STOP = f"{DEFAULT}{_STOP}"
 
 
 def learned_stop(method: str) -> str:
@@ -17,7 +17,7 @@ def learned_stop(method: str) -> str:
     return f"{method}{_STOP}"
 
 
-def without_own_stop(name: str) -> str:
+def without_learned_stop(name: str) -> str:
     """Returns a row's name without the suffix of learned stops."""
     return name.removesuffix(_STOP)
 

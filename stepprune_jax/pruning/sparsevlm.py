@@ -342,6 +342,33 @@ def num_clusters(dropped: Count) -> tuple[Count, Count]:
     return candidates, (candidates // 10 + 1) * (dropped > 0)
 
 
+def _order_with_clusters(
+    is_kept: Bool[Array, "b s"], is_cluster: Bool[Array, "b c"], is_in_image: Bool[Array, "b j s"]
+) -> Int[Array, "b s"]:
+    """Orders kept slots and clusters, each image's clusters after its last slot.
+
+    Kept slots have even sort keys. The clusters of an image have the odd key after the image's last
+    slot. The largest key sorts dropped slots and absent clusters last.
+
+    Args:
+        is_kept: [b, s] True at the slots that remain.
+        is_cluster: [b, c] True at real clusters; c / j for each of the j images, in order.
+        is_in_image: [b, j, s] True at the slots of each image.
+
+    Returns:
+        [b, s] indices into slots followed by clusters, s + c in all.
+    """
+    (_, j, s), num_cluster_slots = is_in_image.shape, is_cluster.shape[1]
+    slots = jnp.arange(s)
+    last_slot = jnp.max(jnp.where(is_in_image, slots, -1), axis=2)
+    last_slot = jnp.repeat(last_slot, num_cluster_slots // j, axis=1)
+    sort_keys = [
+        jnp.where(is_kept, 2 * slots, 2 * s),
+        jnp.where(is_cluster, 2 * last_slot + 1, 2 * s),
+    ]
+    return jnp.argsort(jnp.concatenate(sort_keys, axis=1), axis=1, stable=True)[:, :s]
+
+
 def recycle(
     sequence: Sequence, score: Float[Array, "b s"], count: Int[Array, "b j"], noise: float
 ) -> tuple[Sequence, Bool[Array, "b s"]]:
@@ -389,16 +416,8 @@ def recycle(
         x.reshape(b, j * max_clusters, *x.shape[3:]) for x in (means, centre, is_cluster)
     )
 
-    # Kept slots have even sort keys. The clusters of an image have the odd key after the image's
-    # last slot. The largest key sorts dropped slots and absent clusters last.
-    slots = jnp.arange(s)
-    last_slot = jnp.repeat(jnp.max(jnp.where(is_in_image, slots, -1), axis=2), max_clusters, axis=1)
-    is_kept = keep & (slots < sequence.length[:, None])
-    sort_keys = [
-        jnp.where(is_kept, 2 * slots, 2 * s),
-        jnp.where(is_cluster, 2 * last_slot + 1, 2 * s),
-    ]
-    order = jnp.argsort(jnp.concatenate(sort_keys, axis=1), axis=1, stable=True)[:, :s]
+    is_kept = keep & (jnp.arange(s) < sequence.length[:, None])
+    order = _order_with_clusters(is_kept, is_cluster, is_in_image)
 
     def insert(slot_values: Array, cluster_values: Array, axis: int = 1) -> Array:
         """Inserts the values of clusters into the values of slots along an axis."""

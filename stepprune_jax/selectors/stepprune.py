@@ -83,17 +83,10 @@ class StepPrune(Policy):
         progress: Progress,
         **options: Any,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the training objective through the noise gate; see `Selector.loss`.
+        """Computes the training objective through the noise gate, as `Selector.loss` describes.
 
         Args:
-            key: PRNG key; consumed.
-            inputs: image and question, never the answer.
-            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss.
-            progress: progress of training, and the state after the previous batch.
             **options: further keyword arguments of `policy.train_loss`.
-
-        Returns:
-            The loss, its metrics and the next state.
         """
         loss, aux = policy.train_loss(
             self.params, self.config, key, inputs, lm_loss_fn, progress=progress, **options

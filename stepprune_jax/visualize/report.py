@@ -21,7 +21,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
-from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, learned_stop, without_own_stop
+from stepprune_jax.evaluation.names import DEFAULT, LEARNED_STOP, learned_stop, without_learned_stop
 from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
@@ -126,8 +126,8 @@ def _summarize_retention(table: BenchmarkTable) -> str:
     The sentence is about the row of the learned stop. If this row lacks a score, it is about the
     last row of the policy, which has the smallest budget.
     """
-    policy_rows = [row for row in table.rows if row.method in (DEFAULT, OWN_STOP)]
-    policy_rows.sort(key=lambda row: row.method != OWN_STOP)
+    policy_rows = [row for row in table.rows if row.method in (DEFAULT, LEARNED_STOP)]
+    policy_rows.sort(key=lambda row: row.method != LEARNED_STOP)
     for row in (*policy_rows[:1], *policy_rows[-1:]):
         mean_kept, retention = row.mean("mean_k"), table.average(row)
         if mean_kept is not None and retention is not None:
@@ -152,7 +152,7 @@ def _html_table(section: Section) -> str:
     lines = [f"<tr>{format_cells(section.header, 'th')}</tr>"]
     for row in section.rows:
         text_cells = {*row[: section.num_text_columns]}
-        row_class = " class=ours" if {DEFAULT, OWN_STOP} & text_cells else ""
+        row_class = " class=ours" if {DEFAULT, LEARNED_STOP} & text_cells else ""
         lines.append(f"<tr{row_class}>{format_cells(row, 'td')}</tr>")
     heading = f"<h2>{escape(section.title)}</h2>\n" if section.title else ""
     return f"{heading}<div class=table><table>\n" + "\n".join(lines) + "\n</table></div>"
@@ -189,7 +189,7 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
         The file, or None if no file belongs to a trained method.
     """
     trained_methods = [file.provenance.method for file in files if "policy" in file.provenance.made]
-    for method in (DEFAULT, *map(without_own_stop, trained_methods[-1:])):
+    for method in (DEFAULT, *map(without_learned_stop, trained_methods[-1:])):
         for mode in ("adaptive", "exact"):
             candidates = [
                 file

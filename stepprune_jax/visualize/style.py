@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, without_learned_stop
 
 DPI = 200  # A figure of 7 inches is displayed at 700 points, so each point has two pixels.
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
@@ -49,14 +49,14 @@ def looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     Returns:
         Pairs (color, marker) by name, for `methods` and for further names.
     """
-    base_names = dict.fromkeys(map(without_own_stop, methods))
+    base_names = dict.fromkeys(map(without_learned_stop, methods))
     looks_by_name = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
     other_names = [name for name in base_names if name not in looks_by_name]
     for index, name in enumerate(other_names):
         marker_index, color_index = divmod(index, len(_PALETTE))
         looks_by_name[name] = _PALETTE[color_index], _MARKERS[marker_index % len(_MARKERS)]
     stop_looks = {
-        name: (looks_by_name[without_own_stop(name)][0], "*")
+        name: (looks_by_name[without_learned_stop(name)][0], "*")
         for name in methods
         if name not in looks_by_name
     }
