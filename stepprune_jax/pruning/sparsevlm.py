@@ -438,7 +438,7 @@ def recycle(
         index=insert(sequence.index, jnp.full((b, j * max_clusters), -1)),
         note=insert(sequence.note, jnp.zeros((b, j * max_clusters))),
     )
-    return merged_sequence, slots < (is_kept.sum(1) + is_cluster.sum(1))[:, None]
+    return merged_sequence, jnp.arange(s) < (is_kept.sum(1) + is_cluster.sum(1))[:, None]
 
 
 def cluster_and_merge(

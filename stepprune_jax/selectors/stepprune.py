@@ -85,8 +85,7 @@ class StepPrune(Policy):
     ) -> tuple[Float[Array, ""], Aux]:
         """Computes the training objective through the noise gate, as `Selector.loss` describes.
 
-        Args:
-            **options: further keyword arguments of `policy.train_loss`.
+        Further keyword arguments are passed to `policy.train_loss`.
         """
         loss, aux = policy.train_loss(
             self.params, self.config, key, inputs, lm_loss_fn, progress=progress, **options
