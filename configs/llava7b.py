@@ -7,9 +7,9 @@ The comment after a value gives its source in the paper, or "silent" if the pape
 All other values are the defaults of the settings. docs/paper.md says where the defaults differ from
 the paper. The arguments are:
 
-* none: the recipe "auto" with 25,600 questions. If a few random tokens sometimes suffice for an
-  answer, all updates are RLOO on sampled subsets, which is better than the gate at all budgets in
-  the small world. Otherwise the first 1,280 updates go through the gate.
+* none: the recipe "auto" with 25,600 questions. If a trial helps, the first 640 updates are the
+  warm start, which trains the policy with the gradient of the frozen model. All other updates are
+  RLOO on sampled subsets, which is better than the gate at all budgets in the small world.
 * `:short`: 1,250 updates through the gate, 2.1 hours. Rate x updates x width is the product that
   teaches a policy in the small world with AdamW.
 * `:gate`: one epoch through the gate, as in the paper, with our defaults: 67 hours on two A6000 by

@@ -9,8 +9,9 @@ subsets with better answers become more probable. RLOO needs no gradient of the 
 world it is the best recipe so far (experiments/RESULTS.md); it is untested at 7B.
 
 If a few random tokens never suffice for an answer, RLOO learns nothing from randomly initialized
-weights. `--config.recipe=auto` measures whether they suffice, and `--config.start=FILE` begins with
-a policy that was trained through the gate.
+weights. `--config.recipe=warm_start` begins with the warm start, which does not depend on random
+tokens, `--config.recipe=auto` decides by a trial, and `--config.start=FILE` begins with the policy
+of a file.
 
 Subsets are small, because the choice of a few tokens is hard: at most 63 of LLaVA-7B's 576 tokens.
 A quarter of them end at the learned stop. The group `rloo` has the settings and learning rates.

@@ -60,9 +60,11 @@ __all__ = [
     "select",
     "soft_topk",
     "stream",
+    "token_importance",
     "train_loss",
     "trajectory_scores",
     "update_stats",
+    "warm_start_loss",
 ]
 
 

@@ -12,7 +12,7 @@ tokens that are selected from one pointer distribution.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -308,10 +308,10 @@ def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
         match equation.primitive.name:
             case "dot_general":
                 (contracted_axes, _), _ = equation.params["dimension_numbers"]
-                left_shape = equation.invars[0].aval.shape
-                output_size = equation.outvars[0].aval.size
-                num_products = math.prod(left_shape[axis] for axis in contracted_axes)
-                total += 2 * output_size * num_products
+                left: Any = equation.invars[0].aval
+                output: Any = equation.outvars[0].aval
+                num_products = math.prod(left.shape[axis] for axis in contracted_axes)
+                total += 2 * output.size * num_products
             case "scan":
                 total += equation.params["length"] * sum(inner_flops)
             case "cond":

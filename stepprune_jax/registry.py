@@ -1,11 +1,20 @@
 """Lists all pruners by name, and builds them from user input."""
 
 import dataclasses
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, get_type_hints
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.base import BUDGETS_PAGE, Pruner
+from stepprune_jax.pruning.blind import Blind
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
@@ -30,13 +39,15 @@ from stepprune_jax.selectors.policy import Policy
 from stepprune_jax.selectors.stepprune import StepPrune
 from stepprune_jax.selectors.visionselector import VisionSelector
 from stepprune_jax.settings import accepted, is_number, read_value
-from stepprune_jax.user_input import UserError, expect, nearest, require
+from stepprune_jax.user_input import UserError, expect, local_path, naming, nearest, require
 
-# Commands, configurations and tables all read this list of names.
+# Commands, configurations and tables all read this list of names. `resolve_pruner` adds classes of
+# the user.
 PRUNERS: dict[str, type[Pruner]] = {
     kind.name: kind
     for kind in (
         AllTokens,
+        Blind,
         Random,
         Grid,
         Downsample,
@@ -63,6 +74,28 @@ PRUNERS: dict[str, type[Pruner]] = {
 }
 
 
+# The value of `method` in lmms-eval that selects the method of the policy.
+_RESERVED_NAMES = ("policy",)
+
+
+class _UserClass(NamedTuple):
+    """A class outside this package that `resolve_pruner` added to `PRUNERS`.
+
+    Attributes:
+        source: absolute path of the file, or name of the module, that was searched for the class.
+        class_name: name of the class.
+        digest: digest of the files that define the class and its base classes outside this package.
+    """
+
+    source: str
+    class_name: str
+    digest: str
+
+
+# Classes of the user by the name of their method.
+_USER_CLASSES: dict[str, _UserClass] = {}
+
+
 def trainable() -> dict[str, type[Policy]]:
     """Returns the pruners that can be trained, by name."""
     return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, Policy)}
@@ -81,6 +114,192 @@ def selector_of(config: SelectorConfig) -> Any:
         if pruner_type.config_type is type(config)
     )
     return pruner_type(config=config)
+
+
+def resolve_pruner(text: str | None) -> str | None:
+    """Returns the name of a pruner. If the text refers to a class, adds the class to `PRUNERS`.
+
+    Commands and configurations call this function with the text that their user wrote. It runs the
+    file or imports the module that the text refers to, so a server must not call it for requests.
+
+    Args:
+        text: a name of `PRUNERS`, or "FILE.py:CLASS" or "package.module:CLASS" for a class that
+            is not part of this package, or None. The folder of the file or the working directory is
+            appended to Python's import path.
+
+    Returns:
+        The `name` of the class. A text without a colon is returned unchanged, as is None.
+
+    Raises:
+        UserError: there is no such class, its file has an error, or the class is not a pruner that
+            commands can use.
+    """
+    if text is None or not (":" in text or text.endswith(".py")):
+        return text
+    source, _, class_name = text.rpartition(":")
+    is_file = source.endswith(".py")
+    is_source = is_file or all(part.isidentifier() for part in source.split("."))
+    if not (is_source and class_name.isidentifier()):
+        raise UserError(
+            f"the pruner {text!r} is not a class, expected FILE.py:CLASS or package.module:CLASS"
+        )
+    path = local_path(source).resolve()
+    source = str(path) if is_file else source
+    for name, user_class in _USER_CLASSES.items():
+        if (user_class.source, user_class.class_name) == (source, class_name):
+            return name
+    with naming(f"the pruner {text!r}"):
+        module = _run_file(path) if is_file else _import_module(source)
+        pruner_type = getattr(module, class_name, None)
+        if not isinstance(pruner_type, type):
+            hint = nearest(class_name, vars(module))
+            raise UserError(f"there is no class {class_name} in {source}.{hint}")
+        _check_user_class(pruner_type)
+        user_class = _UserClass(source, class_name, _digest_sources(pruner_type))
+    name = pruner_type.name
+    PRUNERS[name], _USER_CLASSES[name] = pruner_type, user_class
+    return name
+
+
+def user_digest(name: str) -> str | None:
+    """Returns the digest of the source of a class of the user, for files of answers.
+
+    Args:
+        name: name of a pruner.
+
+    Returns:
+        The digest of the source as it was when `resolve_pruner` ran it; None for a pruner of this
+        package.
+    """
+    user_class = _USER_CLASSES.get(name)
+    return None if user_class is None else user_class.digest
+
+
+def _import_module(name: str) -> ModuleType:
+    """Imports a module that is installed or in the working directory.
+
+    Raises:
+        UserError: there is no such module, or importing it fails.
+    """
+    _append_to_import_path(Path.cwd())
+    importlib.invalidate_caches()  # The module may be newer than the caches.
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UserError(_locate(error)) from error
+        raise UserError(f"there is no module {name}, installed or in {Path.cwd()}") from error
+    except Exception as error:  # A module is a program, which may raise any type of error.
+        raise UserError(_locate(error)) from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Runs a Python file as a module, once in a process.
+
+    Args:
+        path: absolute path of the file.
+
+    Raises:
+        UserError: there is no such file, or running it fails.
+    """
+    # The digest keeps files of the same name in different folders apart.
+    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    _append_to_import_path(path.parent)
+    module = ModuleType(module_name)
+    module.__file__ = str(path)
+    # Dataclasses look up their module there.
+    sys.modules[module_name] = module
+    try:
+        # Unlike an import, this cannot use outdated bytecode, and writes none.
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except Exception as error:  # The file is a program, which may raise any type of error.
+        del sys.modules[module_name]
+        raise UserError(_locate(error)) from error
+    return module
+
+
+def _append_to_import_path(folder: Path) -> None:
+    """Lets modules of a folder be imported; installed modules of the same name come first."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _locate(error: Exception) -> str:
+    """Describes an error of a user's module: the file, the line, and the error."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    import_files = (__file__, importlib.__file__)
+    # The first frame outside the import system is a statement at the top level of the module.
+    places = [
+        f"{frame.filename}, line {frame.lineno}: "
+        for frame in frames
+        if frame.filename not in import_files and not frame.filename.startswith("<frozen")
+    ]
+    return f"{''.join(places[:1])}{type(error).__name__}: {error}"
+
+
+def _check_user_class(pruner_type: type) -> None:
+    """Checks that commands can use a class of the user as a pruner.
+
+    Raises:
+        UserError: the class does not fulfil a requirement, or its name or label is taken.
+    """
+    class_name = pruner_type.__name__
+    if not issubclass(pruner_type, Pruner):
+        raise UserError(
+            f"{class_name} is not a pruner, expected a subclass of Ranker, Pruner or LayerPruner "
+            "of stepprune_jax.pruning"
+        )
+    if "__dataclass_params__" not in vars(pruner_type):  # A base class may be a dataclass.
+        raise UserError(
+            f"{class_name} is not a frozen dataclass, expected @dataclasses.dataclass(frozen=True) "
+            "above the class"
+        )
+    missing_methods = (
+        sorted(pruner_type.__abstractmethods__) if inspect.isabstract(pruner_type) else []
+    )
+    if missing_methods:
+        raise UserError(f"{class_name} does not define {', '.join(missing_methods)}")
+    name = getattr(pruner_type, "name", None)
+    if not isinstance(name, str):
+        raise UserError(f"{class_name} has no name, expected one such as name = 'my_method'")
+    # Commas, semicolons, spaces, "@" and "=" separate names from other text in settings.
+    is_valid = bool(re.fullmatch("[a-z][a-z0-9_-]*", name)) and name not in _RESERVED_NAMES
+    expect(f"{class_name}.name", name, is_valid, "lower-case letters, digits, _ and -")
+    label = pruner_type.label
+    is_valid = isinstance(label, str) and bool(label.strip()) and "," not in label
+    expect(f"{class_name}.label", label, is_valid, "a text without commas")
+    for other_name, other_type in PRUNERS.items():
+        owner = "another class" if other_name in _USER_CLASSES else "a built-in pruner"
+        if name == other_name:
+            raise UserError(f"{class_name}.name is {name!r}, the name of {owner}; choose another")
+        if label.lower() == other_type.label.lower():
+            raise UserError(
+                f"{class_name}.label is {label!r}, the label of {owner}; choose another"
+            )
+    try:
+        option_types(pruner_type)
+    except NameError as error:
+        raise UserError(f"the type of an option of {class_name} is unknown: {error}") from error
+
+
+def _digest_sources(pruner_type: type[Pruner]) -> str:
+    """Returns a digest of the files that define a class and its base classes outside this package.
+
+    A change of a base class may change answers, as a change of the class itself.
+    """
+    files = {
+        inspect.getfile(base)
+        for base in pruner_type.__mro__
+        if issubclass(base, Pruner) and not base.__module__.startswith(f"{__package__}.")
+    }
+    contents = [Path(file).read_bytes() for file in sorted(files)]
+    return hashlib.sha256(b"\n".join(contents)).hexdigest()[:16]
 
 
 def build_pruner(
@@ -165,6 +384,19 @@ def read_options(source: str, texts: Iterable[str]) -> dict[str, str]:
     return options
 
 
+def option_types(pruner_type: type[Pruner]) -> dict[str, Any]:
+    """Returns the types of a pruner's options by name.
+
+    The options are the fields that its base class `Pruner` or `TrainedPruner` does not have, such
+    as the budget.
+    """
+    base_type = TrainedPruner if issubclass(pruner_type, TrainedPruner) else Pruner
+    shared_names = {field.name for field in dataclasses.fields(base_type)}
+    types = get_type_hints(pruner_type)
+    names = [field.name for field in dataclasses.fields(pruner_type)]
+    return {name: types[name] for name in names if name not in shared_names}
+
+
 def _read_fields(pruner_type: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the options of a pruner to values of its fields.
 
@@ -178,14 +410,7 @@ def _read_fields(pruner_type: type[Pruner], options: Mapping[str, Any]) -> dict[
     Raises:
         ValueError: an option is unknown, or its value is not valid.
     """
-    # Fields that all pruners share, such as the budget, are not options. `field.type` is a type and
-    # not a string, because modules of pruners do not postpone annotations.
-    shared_names = {field.name for field in dataclasses.fields(TrainedPruner)}
-    types = {
-        field.name: field.type
-        for field in dataclasses.fields(pruner_type)
-        if field.name not in shared_names
-    }
+    types = option_types(pruner_type)
     values = {}
     for name, option in options.items():
         if name not in types:

@@ -248,9 +248,11 @@ def accepted(
     expect(name, value, is_accepted, expected or _describe_type(annotation))
     # `lr=1` and `lr=1.0` must give equal settings, which share one compiled program.
     if isinstance(value, tuple) and _has_type((0.5,), annotation):
-        return tuple(float(item) if isinstance(item, int) else item for item in value)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_integer and _has_type(0.5, annotation) else value
+        items: tuple[Any, ...] = value
+        return tuple(float(item) if isinstance(item, int) else item for item in items)
+    if isinstance(value, int) and not isinstance(value, bool) and _has_type(0.5, annotation):
+        return float(value)
+    return value
 
 
 def is_count(value: object, minimum: int = 1) -> TypeGuard[int]:

@@ -1,6 +1,7 @@
 """Commands report user errors in one line, and bugs with their traceback."""
 
 import builtins
+import functools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import commands
 import jax
 import pytest
 from PIL import Image
+from processes import run_python
 
 from stepprune_jax import configurations
 from stepprune_jax.cli import train as train_command
@@ -123,16 +125,7 @@ def test_file_names_with_control_characters_are_escaped(capsys):
     assert lines == ["warning: failed", "ZeroDivisionError: why"]
 
 
-def python(*arguments, **environment):
-    """Runs Python in a separate process and waits for its end."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        input="",
-        capture_output=True,
-        text=True,
-    )
+python = functools.partial(run_python, folder=ROOT)
 
 
 class EndedError(Exception):
@@ -183,7 +176,7 @@ def test_a_missing_platform_is_reported_in_one_line():
 def test_a_closed_pipe_has_an_equal_status_without_the_signal_sigpipe(monkeypatch, capsys):
     """Windows has no signal.SIGPIPE."""
     monkeypatch.delattr(signal, "SIGPIPE")
-    monkeypatch.setattr("stepprune_jax.cli.command_line._discard", lambda stream: None)
+    monkeypatch.setattr("stepprune_jax.cli.command_line._discard_output", lambda: None)
     with pytest.raises(SystemExit) as exit_error, one_line_errors("prog"):
         raise BrokenPipeError
     assert exit_error.value.code == 141 and not capsys.readouterr().err

@@ -3,14 +3,13 @@
 import contextlib
 import errno
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import jax
 import pytest
 from jax._src.lru_cache import LRUCache
+from processes import run_python
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.cli import compile_cache
@@ -147,8 +146,7 @@ def test_the_warnings_of_jax_are_recognised_on_a_full_disk(tmp_path):
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + COMPILES
     variables = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    options = {"env": os.environ | variables, "cwd": ROOT, "capture_output": True, "text": True}
-    process = subprocess.run([sys.executable, "-c", code], **options)
+    process = run_python("-c", code, folder=ROOT, **variables)
     (line,) = process.stderr.splitlines()
     folder = tmp_path / "stepprune_jax"
     assert line.startswith(f"warning: compiled programs are not kept in {folder} (OSError: [Errno")

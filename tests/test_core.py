@@ -1,9 +1,7 @@
 """Policies need only jax, and one-line errors name missing packages of other parts."""
 
-import subprocess
-import sys
-
 import pytest
+from processes import run_python
 
 HEAVY = ("PIL", "absl", "flax", "matplotlib", "optax", "orbax", "tqdm", "transformers")
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({HEAVY}));"
@@ -26,12 +24,8 @@ build_pruner("fastv", budget=16)
 """
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
 def test_policies_and_pruners_need_neither_flax_nor_pillow():
-    process = run(BLOCKED + CORE)
+    process = run_python("-c", BLOCKED + CORE)
     assert process.returncode == 0, process.stderr
 
 
@@ -43,7 +37,9 @@ def test_policies_and_pruners_need_neither_flax_nor_pillow():
     ],
 )
 def test_a_one_line_error_names_a_missing_extra(code, prefix):
-    last_line = run(BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
+    last_line = (
+        run_python("-c", BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
+    )
     package = last_line.removeprefix(prefix).partition(" ")[0]
     assert package in HEAVY
     assert last_line == f"{prefix}{package} is not installed: pip install 'stepprune-jax[vlm]'"
@@ -52,7 +48,7 @@ def test_a_one_line_error_names_a_missing_extra(code, prefix):
 def test_an_export_names_its_missing_extra_before_compiling():
     block = "import sys; sys.modules['flatbuffers'] = None;"
     export = "load_policy('shapes').export('x', num_tokens=9, num_words=3)"
-    process = run(f"{block} import stepprune_jax; stepprune_jax.{export}")
+    process = run_python("-c", f"{block} import stepprune_jax; stepprune_jax.{export}")
     last_line = process.stderr.splitlines()[-1]
     assert last_line.endswith("flatbuffers is not installed: pip install 'stepprune-jax[export]'")
 

@@ -1,8 +1,6 @@
 """The package and its commands work without torch."""
 
-import subprocess
-import sys
-
+from processes import run_python
 from shards import to_pickles
 
 from stepprune_jax import testing
@@ -57,11 +55,7 @@ def test_the_package_and_its_commands_work_without_torch(tmp_path):
     folder = testing.tiny_llava(tmp_path / "model")
     to_pickles(folder)
     script = _HIDE_TORCH + _USE + _COMMAND
-    process = subprocess.run(
-        [sys.executable, "-c", script, str(folder), str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-    )
+    process = run_python("-c", script, folder, tmp_path / "saved")
     assert process.returncode == 2, process.stderr
     last_line = process.stderr.splitlines()[-1]
     assert last_line.startswith("stepprune-generate: error:"), process.stderr

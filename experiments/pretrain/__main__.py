@@ -8,13 +8,7 @@ from collections.abc import Sequence
 
 from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax.cli.command_line import (
-    Parser,
-    add_config,
-    exit_with,
-    read_config,
-    signal_status,
-)
+from stepprune_jax.cli.command_line import Parser, add_config, exit_with, read_config, signal_status
 from stepprune_jax.parallel import distributed
 from stepprune_jax.workdir.lock import locked
 

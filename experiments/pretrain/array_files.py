@@ -22,19 +22,15 @@ def read_arrays(file: str | Path, kind: Callable[[str], Kind]) -> dict[str, np.n
     Raises:
         UserError: the file is damaged, or an array has another type or infinite values.
     """
-    arrays = _read(Path(file))
+    with Path(file).open("rb") as handle:  # numpy would not close a damaged file.
+        try:
+            with np.load(handle, allow_pickle=False) as archive:
+                arrays = dict(archive)
+        except Exception as error:  # A damaged file may raise any exception.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{file}: not a readable .npz file: {reason}") from error
     for name, array in arrays.items():
         kinds, expected = kind(name)
         if array.dtype.kind not in kinds or (array.dtype.kind == "f" and np.isinf(array).any()):
             raise UserError(f"{file}: {name} has {array.dtype}, expected {expected}")
     return arrays
-
-
-def _read(file: Path) -> dict[str, np.ndarray]:
-    with file.open("rb") as handle:  # numpy would not close a damaged file.
-        try:
-            with np.load(handle, allow_pickle=False) as arrays:
-                return dict(arrays)
-        except Exception as error:  # A damaged file may raise any exception.
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{file}: not a readable .npz file: {reason}") from error

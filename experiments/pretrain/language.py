@@ -24,12 +24,7 @@ from stepprune_jax.models.decoder import OutputSpec
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Params
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.policy.noise import (
-    noise_gate,
-    restore,
-    standardise,
-    update_stats,
-)
+from stepprune_jax.policy.noise import noise_gate, restore, standardise, update_stats
 
 
 def sample_tokens(

@@ -13,13 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.pretrain.conversations import Sample
-from experiments.pretrain.data import (
-    Data,
-    batch_indices,
-    read_data,
-    read_samples,
-    word_tokens,
-)
+from experiments.pretrain.data import Data, batch_indices, read_data, read_samples, word_tokens
 from experiments.pretrain.images import token_mask
 from experiments.pretrain.language import Display
 from experiments.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions

@@ -70,10 +70,8 @@ class ShapeSettings(Settings, path="config.model"):
         super().__post_init__()
         family_fields = {"llava": ("feature_layer",), "qwen2_5_vl": _QWEN_FIELDS}
         for name in dict.fromkeys(name for names in family_fields.values() for name in names):
-            has_value, is_needed = (
-                getattr(self, name) is not None,
-                name in family_fields[self.family],
-            )
+            has_value = getattr(self, name) is not None
+            is_needed = name in family_fields[self.family]
             expected = f"{'a value' if is_needed else 'None'} where family is {self.family!r}"
             self.expect(name, has_value == is_needed, expected)
         for part, divisor, reason in (

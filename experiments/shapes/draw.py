@@ -21,6 +21,20 @@ from experiments.shapes.scene import (
 DOT_RADIUS = 2.4
 _COLOR_IDS = {color: number for number, color in enumerate(COLORS, start=1)}
 _SUPERSAMPLING = 4  # Each pixel is the mean of 4 x 4 drawn pixels.
+# Corners of polygonal shapes of radius 1 around (0, 0). The cross has three corners per quarter
+# turn, which maps (x, y) to (-y, x).
+_CROSS_QUARTER = [(-0.32, -1.0), (0.32, -1.0), (0.32, -0.32)]
+_UNIT_CORNERS = {
+    "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
+    "triangle": [(0.0, -1.0), (0.95, 0.72), (-0.95, 0.72)],
+    "diamond": [(0.0, -1.0), (0.72, 0.0), (0.0, 1.0), (-0.72, 0.0)],
+    "cross": [
+        *_CROSS_QUARTER,
+        *((-y, x) for x, y in _CROSS_QUARTER),
+        *((-x, -y) for x, y in _CROSS_QUARTER),
+        *((y, -x) for x, y in _CROSS_QUARTER),
+    ],
+}
 
 
 def _background(scene: Scene, side: int) -> Float[np.ndarray, "side side 3"]:
@@ -45,40 +59,7 @@ def _background(scene: Scene, side: int) -> Float[np.ndarray, "side side 3"]:
 def _corners(shape: Shape) -> list[tuple[float, float]]:
     """Returns the corners of a polygonal shape, in pixels."""
     x, y, radius = shape.x, shape.y, shape.radius
-    if shape.kind == "square":
-        half_side = 0.84 * radius
-        return [
-            (x - half_side, y - half_side),
-            (x + half_side, y - half_side),
-            (x + half_side, y + half_side),
-            (x - half_side, y + half_side),
-        ]
-    if shape.kind == "triangle":
-        return [
-            (x, y - radius),
-            (x + 0.95 * radius, y + 0.72 * radius),
-            (x - 0.95 * radius, y + 0.72 * radius),
-        ]
-    if shape.kind == "diamond":
-        return [(x, y - radius), (x + 0.72 * radius, y), (x, y + radius), (x - 0.72 * radius, y)]
-    half_width = 0.32 * radius
-    steps = [
-        (-half_width, -radius),
-        (half_width, -radius),
-        (half_width, -half_width),
-        (radius, -half_width),
-        (radius, half_width),
-        (half_width, half_width),
-        (half_width, radius),
-        (-half_width, radius),
-    ]
-    steps += [
-        (-half_width, half_width),
-        (-radius, half_width),
-        (-radius, -half_width),
-        (-half_width, -half_width),
-    ]
-    return [(x + dx, y + dy) for dx, dy in steps]
+    return [(x + dx * radius, y + dy * radius) for dx, dy in _UNIT_CORNERS[shape.kind]]
 
 
 def area(shape: Shape) -> float:

@@ -8,17 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.shapes.draw import area, covered
-from experiments.shapes.scene import (
-    CELL,
-    COLORS,
-    GRID,
-    SHAPES,
-    SIDE,
-    Dot,
-    Scene,
-    Shape,
-    cell_of,
-)
+from experiments.shapes.scene import CELL, COLORS, GRID, SHAPES, SIDE, Dot, Scene, Shape, cell_of
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
 

@@ -41,11 +41,7 @@ from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model, read_sample
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.evaluation.rows import Conditions, TableRow
-from stepprune_jax.evaluation.settings import (
-    EvalSettings,
-    EvaluationRun,
-    check_policies,
-)
+from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun, check_policies
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import UserError
@@ -246,7 +242,7 @@ def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> di
     base, test = dataclasses.replace(base, eval=settings), read_split(_data(base), "test")
     report.mkdir(parents=True, exist_ok=True)
     fingerprints = [_fingerprint(run, test, settings) for run in runs]
-    baseline = Path(workdir) / "baselines" / RESULTS, _fingerprint(None, test, settings)
+    baseline = workdir / "baselines" / RESULTS, _fingerprint(None, test, settings)
     pairs = list(zip(runs, fingerprints, strict=True))
     missing = [pair for pair in pairs if _saved_table(pair[0].folder / RESULTS, pair[1]) is None]
     if missing or _saved_table(*baseline) is None:

@@ -55,12 +55,19 @@ def summarize(untrained: Table, tables: Sequence[Table]) -> Table:
 
 def budget_table(rows: Table) -> str:
     """Formats retention by method and budget as Markdown, without rows of learned stops."""
-    groups = _budget_rows(rows)
+    excluded, groups = {ALL, *_learned_stops(rows)}, {}
+    for row in rows:
+        if row["method"] not in excluded:
+            groups.setdefault((row["method"], row["mode"]), []).append(row)
     budgets = next(iter(groups.values()))
     header = ["method", "mode", "runs", *(f"{row['mean_k']:.0f}" for row in budgets)]
     lines = []
     for (method, mode), line in groups.items():
-        cells = [f"{_format_spread(row, 'retention')}{_format_count(row, mode)}" for row in line]
+        cells = [_format_spread(row, "retention") for row in line]
+        if mode != "exact":
+            cells = [
+                f"{cell} (K {row['mean_k']:.1f})" for cell, row in zip(cells, line, strict=True)
+            ]
         lines.append([method, mode, str(line[0]["seeds"]), *cells])
     return markdown_rows(header, lines)
 
@@ -68,7 +75,6 @@ def budget_table(rows: Table) -> str:
 def learned_stop_table(rows: Table) -> str:
     """Formats the rows of learned stops as Markdown; without such rows, the text is empty."""
     stops = _learned_stops(rows)
-    stop_rows = [row for row in rows if row["method"] in stops]
     header = ["method", "runs", "mean K", "retention", "% at bounds", "Spearman"]
     lines = [
         [
@@ -79,7 +85,8 @@ def learned_stop_table(rows: Table) -> str:
             row["at_bounds"],
             row["spearman_relevant"],
         ]
-        for row in stop_rows
+        for row in rows
+        if row["method"] in stops
     ]
     return markdown_rows(header, lines) if lines else ""
 
@@ -88,23 +95,9 @@ def _learned_stops(rows: Table) -> set[str]:
     return {learned_stop(row["method"]) for row in rows}
 
 
-def _budget_rows(rows: Table) -> dict[tuple[str, str], Table]:
-    """Groups the rows with a budget by method and mode."""
-    groups: dict[tuple[str, str], Table] = {}
-    excluded = {ALL, *_learned_stops(rows)}
-    for row in rows:
-        if row["method"] not in excluded:
-            groups.setdefault((row["method"], row["mode"]), []).append(row)
-    return groups
-
-
 def _format_spread(row: dict[str, Any], name: str) -> str:
     """Formats mean and standard deviation with one decimal."""
     if row[name] is None:
         return ""
     deviation = row[f"{name}_std"]
     return f"{row[name]:.1f}" + ("" if deviation is None else f" +- {deviation:.1f}")
-
-
-def _format_count(row: dict[str, Any], mode: str) -> str:
-    return "" if mode == "exact" else f" (K {row['mean_k']:.1f})"

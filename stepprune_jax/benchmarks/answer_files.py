@@ -182,7 +182,7 @@ def claim(file: AnswerFile) -> None:
     """Writes the provenance of a file. Later runs with another provenance are then refused.
 
     Raises:
-        ValueError: the file exists with another provenance.
+        UserError: the file exists with another provenance.
     """
     check_claim(file)
     file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ def find_unanswered(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) ->
         questions: questions of the benchmark. A question that occurs twice needs two lines.
 
     Raises:
-        ValueError: a line answers another question.
+        UserError: a line answers another question.
     """
     unanswered_indices = defaultdict(list)  # by key of the question
     for index, question in enumerate(questions):

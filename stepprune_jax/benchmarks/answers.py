@@ -46,7 +46,7 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Give
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a line is not JSON, or lacks `question_id` or `text`.
+        UserError: a line is not JSON, or lacks `question_id` or `text`.
     """
     answers = []
     for place, record in read_json_lines(file, broken):

@@ -53,7 +53,7 @@ class Benchmark:
         max_new_tokens: longest answer in tokens that LLaVA's program allows.
         score: `score(root, answers, **options)` returns the `Score` of an answer file. `root` is
             the folder of LLaVA's layout. Raises a FileNotFoundError for missing files and a
-            ValueError for malformed ones.
+            UserError for malformed ones.
         options: values of each keyword option of `score`, the default first.
         make_grader: `make_grader(root)` returns a function that grades one answer from 0 to 1, or
             returns None if the correct answer is unknown. The headline may differ from the mean
@@ -100,12 +100,12 @@ class Benchmark:
 
         Raises:
             FileNotFoundError: the file or an image is missing.
-            ValueError: the file is malformed; the message names file, line and field.
+            UserError: the file is malformed; the message names file, line and field.
         """
         root = Path(root)
         candidates = [root / name for name in ([file] if file else self.question_files)]
         path = next((path for path in candidates if path.is_file()), candidates[0])
-        layout.file(path, self.question_source)  # raises if no candidate exists
+        layout.require_file(path, self.question_source)  # raises if no candidate exists
         questions = list(self.read(path, root / self.images))
         if not questions:
             raise UserError(f"{path}: expected at least one question, got none")
@@ -126,7 +126,7 @@ class Benchmark:
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is malformed.
+            UserError: a file is malformed.
         """
         grade = self.make_grader(Path(root))
         return [grade(answer) for answer in read_answers(answers)]
@@ -148,9 +148,3 @@ def grade_by_id(
         return float(judge(answer.text, truths[answer.id]))
 
     return grade
-
-
-def mean_percent(values: Iterable[float | bool]) -> float:
-    """Returns 100 times the mean of the values."""
-    values = list(values)
-    return 100 * sum(values) / len(values)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
+from stepprune_jax.benchmarks.percent import percent_by_group
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.data.llava import read_questions
@@ -21,7 +22,7 @@ def is_right(text: str, truth: str) -> bool:
     return text.strip().casefold() == truth.strip().casefold()
 
 
-def _read(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
+def _read_split(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads the questions of a split; see `Benchmark.read`."""
     for question in read_questions(path, images):
         yield BenchmarkQuestion(question.question_id, question.text, question.text, question.image)
@@ -46,16 +47,16 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is malformed, a question has no correct answer, or none of the questions
+        UserError: a file is malformed, a question has no correct answer, or none of the questions
             is answered.
     """
     questions, truths = _records_by_id(Path(root) / QUESTIONS), _read_truths(Path(root))
-    ids_by_category: dict[str, list[str]] = {}
+    categories: dict[str, str] = {}
     for question_id, (place, record) in questions.items():
-        category = words(record, "category", place) if "category" in record else "default"
+        has_category = "category" in record
+        categories[question_id] = words(record, "category", place) if has_category else "default"
         if question_id not in truths:
             raise UserError(f"{place}: no answer to question {question_id!r} in {ANSWERS}")
-        ids_by_category.setdefault(category, []).append(question_id)
     warnings = []
     if num_unmatched := len(truths.keys() - questions.keys()):
         warnings.append(f"{num_unmatched:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
@@ -66,10 +67,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
         for question_id in questions
     }
     parts = {
-        "category": {
-            category: mean_percent(is_correct[question_id] for question_id in ids)
-            for category, ids in sorted(ids_by_category.items())
-        },
+        "category": percent_by_group((categories[name], is_correct[name]) for name in questions),
         "questions": len(questions),
         "answered": len(answer_of),
     }
@@ -83,7 +81,7 @@ def _records_by_id(path: Path) -> dict[str, Record]:
         UserError: two objects have the same id.
     """
     records: dict[str, Record] = {}
-    for record in read_json_lines(layout.file(path, _SOURCE)):
+    for record in read_json_lines(layout.require_file(path, _SOURCE)):
         question_id = identity(record.value, "question_id", record.place)
         if question_id in records:
             raise UserError(
@@ -108,7 +106,7 @@ BENCHMARK = Benchmark(
     decimals=2,
     question_files=(QUESTIONS,),
     question_source=_SOURCE,
-    read=_read,
+    read=_read_split,
     images="images",
     calibration="validation.jsonl",
     keep_order=True,

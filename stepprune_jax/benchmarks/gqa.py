@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers, require_all
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
+from stepprune_jax.benchmarks.percent import mean_percent, percent_by_group
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 from stepprune_jax.user_input import UserError
 
@@ -55,7 +56,7 @@ def read_questions(path: Path) -> dict[str, GqaQuestion]:
     expected_fields = "isBalanced, question, answer, types, groups.global and semantic"
     questions = {}
     for question_id, record in read_json_object(path).items():
-        with layout.expected(f"{path}: question {question_id!r}", expected_fields):
+        with layout.refuse_malformed(f"{path}: question {question_id!r}", expected_fields):
             if record["isBalanced"]:
                 questions[question_id] = _question(record)
     if not questions:
@@ -147,21 +148,18 @@ def _compute_accuracies(
     Args:
         predictions: pairs (question, normalized answer).
     """
-    # For each property of a question and each of its values, whether the answers are correct.
-    grades: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for question, prediction in predictions:
-        is_correct = prediction == question.answer
-        grades["kind"]["open" if question.structural == "query" else "binary"].append(is_correct)
-        for name in ("structural", "semantic", "steps", "words"):
-            grades[name][getattr(question, name)].append(is_correct)
-    accuracies = {
-        name: {
-            str(value): mean_percent(value_grades)
-            for value, value_grades in sorted(grades_by_value.items())
-        }
-        for name, grades_by_value in grades.items()
-    }
-    parts = {**accuracies.pop("kind"), **accuracies, "questions": len(predictions)}
+    graded_questions = [
+        (question, prediction == question.answer) for question, prediction in predictions
+    ]
+    parts: JsonObject = percent_by_group(
+        ("open" if question.structural == "query" else "binary", is_correct)
+        for question, is_correct in graded_questions
+    )
+    for name in ("structural", "semantic", "steps", "words"):
+        parts[name] = percent_by_group(
+            (getattr(question, name), is_correct) for question, is_correct in graded_questions
+        )
+    parts["questions"] = len(predictions)
     pairs = [
         (question.group, question.answer, prediction)
         for question, prediction in predictions
@@ -169,13 +167,12 @@ def _compute_accuracies(
     ]
     if pairs:
         parts["distribution"] = distribution(pairs)
-    overall = mean_percent([prediction == question.answer for question, prediction in predictions])
-    return overall, parts
+    return mean_percent(is_correct for _, is_correct in graded_questions), parts
 
 
 def _questions_path(root: str | Path) -> Path:
     """Returns the path of the official questions of test-dev."""
-    return layout.file(Path(root) / "gqa" / "data" / QUESTIONS, _SOURCE)
+    return layout.require_file(Path(root) / "gqa" / "data" / QUESTIONS, _SOURCE)
 
 
 def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:

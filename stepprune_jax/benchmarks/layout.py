@@ -11,7 +11,7 @@ from stepprune_jax.user_input import UserError
 DATA = "playground/data/eval"
 
 
-def file(path: Path, source: str) -> Path:
+def require_file(path: Path, source: str) -> Path:
     """Returns the path of an existing file.
 
     Raises:
@@ -22,7 +22,7 @@ def file(path: Path, source: str) -> Path:
     return path
 
 
-def records(content: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
+def list_records(content: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
     """Returns the values of a list in a JSON file, with their places.
 
     Args:
@@ -44,7 +44,7 @@ def records(content: Mapping[str, object], field: str, path: Path) -> list[tuple
 
 
 @contextlib.contextmanager
-def expected(place: str, description: str) -> Iterator[None]:
+def refuse_malformed(place: str, description: str) -> Iterator[None]:
     """Reports missing fields and wrong types of a JSON object as a UserError.
 
     Inside the context, the object can be read without checks.

@@ -14,11 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
+from stepprune_jax.benchmarks.percent import mean_percent, percent_by_group
 from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.user_input import UserError
@@ -85,17 +86,18 @@ CHINESE = Edition(
 TsvRow = Mapping[str, str | None]
 
 
-def read_rows(path: Path) -> Iterator[TsvRow]:
+def read_rows(path: Path) -> Iterator[tuple[int, TsvRow]]:
     """Reads a tab-separated file of MMBench row by row.
 
     Args:
         path: the file.
 
     Yields:
-        The text of each cell by column; None for a cell that pandas treats as empty.
+        Pairs (index, row). The row has the text of each cell by column; None for a cell that pandas
+        treats as empty.
 
     Raises:
-        ValueError: the file is not tab-separated text in UTF-8, lacks a column, or has a row with a
+        UserError: the file is not tab-separated text in UTF-8, lacks a column, or has a row with a
             repeated index or another number of cells than columns.
     """
     # The limit is global, so it is restored at the end. The cell of an image exceeds the default.
@@ -111,15 +113,15 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
             for cells in filter(None, reader):  # pandas also skips blank lines
                 values = (None if cell in _EMPTY else cell for cell in cells)
                 row = dict(zip(columns, values, strict=False))
-                index = row.get("index") or ""
-                has_all_cells = len(cells) == len(columns)
-                if not has_all_cells or not index.isdecimal() or int(index) in seen_indices:
+                index_cell = row.get("index") or ""
+                index = int(index_cell) if index_cell.isdecimal() else None
+                if len(cells) != len(columns) or index is None or index in seen_indices:
                     raise UserError(
                         f"{path}: line {reader.line_num}: expected {len(columns)} fields and an "
                         "index that no other line has: was the file truncated?"
                     )
-                seen_indices.add(int(index))
-                yield row
+                seen_indices.add(index)
+                yield index, row
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
     finally:
@@ -144,23 +146,25 @@ def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQ
         UserError: a row has no question or no image.
     """
     rows = list(read_rows(path))
-    image_cells = {str(int(row["index"])): row.get("image") or "" for row in rows}
-    for row in rows:
+    image_cells = {str(index): row.get("image") or "" for index, row in rows}
+    for index, row in rows:
         option_cells = (row.get(letter) for letter in _SHOWN_LETTERS)
-        options = list(itertools.takewhile(_has_text, option_cells))
+        # The first empty option is the end of the list.
+        options = [str(cell) for cell in itertools.takewhile(_has_text, option_cells)]
         image = _decode_image(row.get("image") or "", image_cells)
-        if not (image and _has_text(row["question"])):
+        question = row["question"]
+        if not image or not _has_text(question):
             raise UserError(
-                f"{path}: index {row['index']}: expected a question, and an image in base64 or the "
+                f"{path}: index {index}: expected a question, and an image in base64 or the "
                 "index of a row with one"
             )
         hint = row.get("hint")
         hint_lines = [hint] if _has_text(hint) else []
         letters = list(_SHOWN_LETTERS[: len(options)])
         option_lines = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
-        prompt = "\n".join([*hint_lines, row["question"], *option_lines])
+        prompt = "\n".join([*hint_lines, question, *option_lines])
         fields = {"round_id": 0, "options": options, "option_char": letters}
-        yield BenchmarkQuestion(int(row["index"]), prompt + instruction, prompt, image, fields)
+        yield BenchmarkQuestion(index, prompt + instruction, prompt, image, fields)
 
 
 def _decode_image(cell: str, image_cells: Mapping[str, str]) -> bytes:
@@ -183,7 +187,7 @@ def _decode_image(cell: str, image_cells: Mapping[str, str]) -> bytes:
         return b""
 
 
-def _has_text(cell: str | None) -> bool:
+def _has_text(cell: str | None) -> TypeGuard[str]:
     """Returns whether LLaVA's program treats a cell as text. Empty cells of pandas are None."""
     return cell is not None and cell.lower() not in ("nan", "none")
 
@@ -191,8 +195,8 @@ def _has_text(cell: str | None) -> bool:
 def _rows_by_index(path: Path) -> dict[str, TsvRow]:
     """Reads the rows of a file by index, and drops the images to save memory."""
     return {
-        str(int(row["index"])): {name: text for name, text in row.items() if name != "image"}
-        for row in read_rows(path)
+        str(index): {name: text for name, text in row.items() if name != "image"}
+        for index, row in read_rows(path)
     }
 
 
@@ -270,11 +274,13 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
         return [is_right.get(indices[0], False) for indices in rotations]
 
     circular_grades = grade_rotations(is_correct)
-    first_rows = [rows[indices[0]] for indices in rotations]
-    parts: JsonObject = {
-        column: _accuracy_by_category(first_rows, circular_grades, column)
-        for column in ("category", "l2-category")
-    }
+    parts: JsonObject = {}
+    for column in ("category", "l2-category"):
+        categories = [rows[indices[0]].get(column) for indices in rotations]
+        grades = zip(categories, circular_grades, strict=True)
+        parts[column] = percent_by_group(
+            (name, grade) for name, grade in grades if name is not None
+        )
     parts |= {
         "letter_only": mean_percent(grade_rotations(is_exact_letter)),
         "one_round": mean_percent(grade_first_rows(is_correct)),
@@ -295,27 +301,6 @@ def _group_rotations(indices: Iterable[str]) -> list[list[str]]:
     for index in sorted(indices, key=int):
         indices_of_question[int(index) % ROTATION].append(index)
     return list(indices_of_question.values())
-
-
-def _accuracy_by_category(
-    rows: Sequence[TsvRow], grades: Sequence[bool], column: str
-) -> dict[str, float]:
-    """Returns the accuracy in percent for each value of a column, sorted by value.
-
-    Args:
-        rows: one row per question.
-        grades: whether each question is answered correctly.
-        column: the column. Rows with an empty cell are skipped.
-    """
-    grades_by_category = defaultdict(list)
-    for row, grade in zip(rows, grades, strict=True):
-        category = row.get(column)
-        if category is not None:
-            grades_by_category[category].append(grade)
-    return {
-        category: mean_percent(category_grades)
-        for category, category_grades in sorted(grades_by_category.items())
-    }
 
 
 def _is_correct(text: str, row: TsvRow) -> bool:

@@ -88,9 +88,8 @@ def parse_yes_no(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Removes tabs and newlines around an answer, and replaces others by blanks."""
-    stripped = text.strip("\t\r\n")
-    return "".join(" " if character in "\t\r\n" else character for character in stripped)
+    """Removes tabs and newlines at both ends of an answer, and replaces all others by blanks."""
+    return re.sub("[\t\r\n]", " ", text.strip("\t\r\n"))
 
 
 def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Score:
@@ -125,12 +124,13 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
             f"which takes consecutive lines, would print {official_total}, by image it is "
             f"{_total(by_image):.2f}"
         )
-    if pairs == "position" and by_position is None:
-        raise UserError(f"{answers}: a task has an odd number of answers: no pairs by position")
-    parts = {"image": by_image, "position": by_position}[pairs]
-    position_sums = None
+    parts, position_sums = by_image, None
     if by_position is not None:
         position_sums = {name: by_position[name] for name in ("perception", "cognition")}
+    if pairs == "position":
+        if by_position is None:
+            raise UserError(f"{answers}: a task has an odd number of answers: no pairs by position")
+        parts = by_position
     counts = {"questions": len(release), "answered": len(answer_of)}
     return Score(_total(parts), {**parts, "by_position": position_sums, **counts}, warnings)
 
@@ -161,7 +161,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]
         An empty list: there are no warnings.
 
     Raises:
-        ValueError: a task has no answer, or only one question of an image has an answer. Nothing is
+        UserError: a task has no answer, or only one question of an image has an answer. Nothing is
             written.
     """
     release = _read_release(Path(root) / "MME")
@@ -193,7 +193,7 @@ def _read_release(folder: Path) -> dict[str, MmeQuestion]:
         folder: folder that contains the release.
 
     Returns:
-        The questions by `_name`.
+        The questions by `_question_name`.
 
     Raises:
         FileNotFoundError: a task has no text files.
@@ -209,11 +209,13 @@ def _read_release(folder: Path) -> dict[str, MmeQuestion]:
             raise FileNotFoundError(f"no text files in {task_folder}: get {RELEASE} from {_SOURCE}")
         for file in files:
             for text, truth in _read_questions(file):
-                release[_name(task, file.name, text)] = MmeQuestion(task, file.name, text, truth)
+                release[_question_name(task, file.name, text)] = MmeQuestion(
+                    task, file.name, text, truth
+                )
     return release
 
 
-def _name(task: str, file: str, text: str) -> str:
+def _question_name(task: str, file: str, text: str) -> str:
     """Returns a unique name of a question. Different tasks have files with equal names."""
     return f"{task}/{file}: {text}"
 
@@ -243,7 +245,7 @@ def _match_release(
     Args:
         answers: answers of LLaVA's format: the id is "TASK/IMAGE", and the prompt is the question,
             with LLaVA's request for a short answer and usually without MME's request.
-        release: questions by `_name`.
+        release: questions by `_question_name`.
 
     Returns:
         The answers. An answer to an unknown question keeps its id.
@@ -255,7 +257,7 @@ def _match_release(
         text = answer.prompt.replace(WORD_OR_PHRASE.strip(), "").strip()
         # Some questions of the release have two blanks before the request.
         endings = ("",) if _REQUEST.strip() in text else (_REQUEST, " " + _REQUEST)
-        names = (_name(task, file, text + ending) for ending in endings)
+        names = (_question_name(task, file, text + ending) for ending in endings)
         matching_name = next((name for name in names if name in release), answer.id)
         named_answers.append(answer._replace(id=matching_name))
     return named_answers
@@ -287,7 +289,7 @@ def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]
         By task, a list of two lines for each image.
 
     Raises:
-        ValueError: a task has no line, or an image has only one.
+        UserError: a task has no line, or an image has only one.
     """
     lines_by_task: dict[str, dict[str, list[OfficialLine]]] = {
         task: {} for task in (*PERCEPTION, *COGNITION)

@@ -5,6 +5,7 @@ by their position in the files. Here both are matched by question. The figures o
 matching are also reported.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
-from stepprune_jax.data.json_files import field, identity, read_json_lines, words
+from stepprune_jax.data.json_files import JsonObject, field, identity, read_json_lines, words
 from stepprune_jax.user_input import UserError
 
 QUESTIONS = "llava_pope_test.jsonl"
@@ -24,6 +25,7 @@ _SOURCE = (
 )
 JOINS = ("question", "position")
 _MEANS = ("mean_f1", "mean_accuracy", "pooled_f1")
+_LABELS = ("yes", "no")  # whether the object is in the image
 _NO = frozenset(("No", "no", "not"))
 
 
@@ -109,16 +111,9 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
             f"question {by_question['mean_f1']:.2f}"
         )
     parts = {"question": by_question, "position": by_position}[join]
-    return Score(
-        parts["mean_f1"],
-        {
-            **parts,
-            "by_position": {name: by_position[name] for name in _MEANS},
-            "questions": len(questions),
-            "answered": len(answer_of),
-        },
-        warnings,
-    )
+    position_means = {name: by_position[name] for name in _MEANS}
+    counts = {"questions": len(questions), "answered": len(answer_of)}
+    return Score(parts["mean_f1"], {**parts, "by_position": position_means, **counts}, warnings)
 
 
 def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
@@ -155,14 +150,11 @@ def _join_by_question(
     Returns:
         Numbers of outcomes by split.
     """
-    return {
-        split: _count_outcomes(
-            (says_yes(answer.text), questions[question_id].label)
-            for question_id, answer in answer_of.items()
-            if questions[question_id].split == split
-        )
-        for split in SPLITS
-    }
+    pairs_by_split = defaultdict(list)
+    for question_id, answer in answer_of.items():
+        question = questions[question_id]
+        pairs_by_split[question.split].append((says_yes(answer.text), question.label))
+    return {split: _count_outcomes(pairs_by_split[split]) for split in SPLITS}
 
 
 def _join_by_position(
@@ -177,7 +169,7 @@ def _join_by_position(
     Returns:
         Numbers of outcomes by split.
     """
-    predictions, labels = {split: [] for split in SPLITS}, {split: [] for split in SPLITS}
+    predictions, labels = defaultdict(list), defaultdict(list)
     for line in lines:
         if line.id in questions:
             predictions[questions[line.id].split].append(says_yes(line.text))
@@ -190,7 +182,7 @@ def _join_by_position(
     }
 
 
-def _compute_parts(counts: dict[str, Counts]) -> dict[str, object]:
+def _compute_parts(counts: dict[str, Counts]) -> JsonObject:
     """Computes the figures of each split, their means, and the F1 over all splits.
 
     Args:
@@ -222,7 +214,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
         The questions by id in the order of the annotations, and warnings about splits of another
         size than published.
     """
-    path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
+    path = layout.require_file(folder / QUESTIONS, "LLaVA's eval.zip")
     ids_by_split: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
     seen_ids: set[str] = set()
     for place, record in read_json_lines(path):
@@ -233,7 +225,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
                 f'{place}: "question_id" {question_id!r} is also the id of another question'
             )
         seen_ids.add(question_id)
-        ids_by_split[split][_key(record, place)] = question_id
+        ids_by_split[split][_question_key(record, place)] = question_id
     warnings, questions = [], {}
     for split, published_size in SPLITS.items():
         ids = ids_by_split[split]
@@ -257,29 +249,22 @@ def _read_labels(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> l
     Raises:
         UserError: the annotations have other questions than the question file.
     """
-    path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
-    labels = [
-        (_key(record, place), _label(record, place)) for place, record in read_json_lines(path)
-    ]
+    path = layout.require_file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
+    labels = []
+    for place, record in read_json_lines(path):
+        label = field(record, "label", place, _LABELS.__contains__, '"yes" or "no"')
+        labels.append((_question_key(record, place), label))
     unknown_keys = [key for key, _ in labels if key not in ids]
     if unknown_keys or len(labels) != len(ids):
-        example = ""
-        if unknown_keys:
-            image, text = unknown_keys[0]
-            example = f", such as {text!r} of {image}"
+        example = "".join(f", such as {text!r} of {image}" for image, text in unknown_keys[:1])
         raise UserError(
             f"{path}: its {len(labels):,} rows are not the {len(ids):,} questions of {split} in "
             f"{QUESTIONS}{example}: another version; get the file from {_SOURCE}"
         )
-    return [_Question(ids[key], split, label) for key, label in labels]
+    return [_Question(ids[key], split, label == "yes") for key, label in labels]
 
 
-def _label(record: dict[str, object], place: str) -> bool:
-    """Returns whether the object is present. Raises for labels other than "yes" and "no"."""
-    return field(record, "label", place, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
-
-
-def _key(record: dict[str, object], place: str) -> tuple[str, str]:
+def _question_key(record: JsonObject, place: str) -> tuple[str, str]:
     """Returns the image and the question without the request for a short answer."""
     question = words(record, "text", place).partition("\n")[0].strip()
     return words(record, "image", place), question

@@ -5,7 +5,7 @@ message. ScienceQA and MMBench have other formats. Their readers add the request
 (LLaVA's `--single-pred-prompt`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,21 +39,31 @@ class BenchmarkQuestion(NamedTuple):
         return str(self.question_id), self.prompt
 
 
-def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
-    """Reads a question file in LLaVA's usual format; image paths are relative to `images`."""
+def read_list(
+    path: Path, images: Path, subfolder_of: Callable[[str], str] = lambda image: ""
+) -> Iterator[BenchmarkQuestion]:
+    """Reads a question file in LLaVA's usual format.
+
+    Args:
+        path: the question file.
+        images: folder of the images.
+        subfolder_of: returns the subfolder of `images` that contains an image, from the path of the
+            image in the question file. The default is no subfolder.
+    """
     for place, value in read_json_lines(path):
         identity(value, "question_id", place)
         text = words(value, "text", place)
-        image = images / words(value, "image", place)
+        image = words(value, "image", place)
+        image = images / subfolder_of(image) / image
         yield BenchmarkQuestion(value["question_id"], text, text, image)
 
 
 def check_images(questions: Sequence[BenchmarkQuestion], source: str) -> None:
     """Raises a FileNotFoundError with the images' source if an image is missing."""
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
+    missing_paths = [path for path in paths if not path.is_file()]
+    if missing_paths:
         raise FileNotFoundError(
-            f"{len(missing):,} of {len(paths):,} images are missing, such as {missing[0]}"
-            + (f": get them from {source}" if source else "")
+            f"{len(missing_paths):,} of {len(paths):,} images are missing, such as "
+            f"{missing_paths[0]}" + (f": get them from {source}" if source else "")
         )

@@ -50,7 +50,7 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """
     for number, record in enumerate(read_json_list(path, "question"), start=1):
         place = f"{path}: question {number}"
-        with layout.expected(place, "id and conversations, whose first one has a value"):
+        with layout.refuse_malformed(place, "id and conversations, whose first one has a value"):
             identity(record, "id", place)
             message = words(record["conversations"][0], "value", place)
             text = message.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
@@ -103,7 +103,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
         without a letter.
     """
     problems = _read_problems(Path(root) / "scienceqa")
-    image_problem_ids = [name for name, problem in problems.items() if problem.has_image]
+    image_problem_ids = {name for name, problem in problems.items() if problem.has_image}
     warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
     warnings += layout.size_warnings(
         "its problems with an image", len(image_problem_ids), WITH_IMAGE
@@ -112,7 +112,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     image_answer_ids = [name for name, answer in answer_of.items() if IMAGE_MARK in answer.prompt]
     if not image_answer_ids:
         raise UserError(f"{answers}: no prompt holds <image>: were the images shown?")
-    mismatched_ids = {*image_answer_ids} ^ {name for name in image_problem_ids if name in answer_of}
+    mismatched_ids = {*image_answer_ids} ^ (image_problem_ids & answer_of.keys())
     if mismatched_ids:
         warnings.append(
             f"{len(mismatched_ids):,} answers have <image> in the prompt but no image in "
@@ -155,12 +155,12 @@ def _read_problems(folder: Path) -> dict[str, Problem]:
         folder: folder with the official files pid_splits.json and problems.json.
     """
     splits_file, problems_file = (
-        layout.file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
+        layout.require_file(folder / name, _SOURCE) for name in ("pid_splits.json", "problems.json")
     )
     records, problems = read_json_object(problems_file), {}
-    for _, problem_id in layout.records(read_json_object(splits_file), "test", splits_file):
+    for _, problem_id in layout.list_records(read_json_object(splits_file), "test", splits_file):
         place = f"{problems_file}: problem {problem_id!r}"
-        with layout.expected(place, "choices, answer and image"):
+        with layout.refuse_malformed(place, "choices, answer and image"):
             record = records[str(problem_id)]
             num_choices = min(len(record["choices"]), len(LETTERS))
             expected = f"the number of a choice, below {num_choices}"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score
+from stepprune_jax.benchmarks.percent import mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import check_ten_answers, normalise, soft_accuracy
 from stepprune_jax.data.json_files import read_json_object
@@ -59,9 +60,9 @@ def parse_question(prompt: str) -> str | None:
 
 def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
     """Reads the ten human answers to each question, by image and lower-cased question."""
-    people, value = {}, read_json_object(layout.file(path, _SOURCE))
-    for place, record in layout.records(value, "data", path):
-        with layout.expected(place, "image_id, question and answers"):
+    people, value = {}, read_json_object(layout.require_file(path, _SOURCE))
+    for place, record in layout.list_records(value, "data", path):
+        with layout.refuse_malformed(place, "image_id, question and answers"):
             key = str(record["image_id"]), record["question"].lower()
             people[key] = check_ten_answers(place, record["answers"])
     return people
@@ -83,7 +84,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     """
     path = Path(root) / "textvqa" / ANNOTATIONS
     human_answers, lines = read_people(path), read_answers(answers)
-    keys = [_key(line, human_answers, path) for line in lines]
+    keys = [_question_key(line, human_answers, path) for line in lines]
     accuracies = [
         _accuracy(line.text, human_answers[key]) for line, key in zip(lines, keys, strict=True)
     ]
@@ -110,7 +111,9 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer by its soft accuracy; see `Benchmark.make_grader`."""
     path = Path(root) / "textvqa" / ANNOTATIONS
     human_answers = read_people(path)
-    return lambda line: _accuracy(line.text, human_answers[_key(line, human_answers, path)])
+    return lambda line: _accuracy(
+        line.text, human_answers[_question_key(line, human_answers, path)]
+    )
 
 
 def _accuracy(text: str, human_answers: list[str]) -> float:
@@ -118,7 +121,7 @@ def _accuracy(text: str, human_answers: list[str]) -> float:
     return soft_accuracy(normalise(text), [normalise(answer) for answer in human_answers])
 
 
-def _key(
+def _question_key(
     line: GivenAnswer, human_answers: dict[tuple[str, str], list[str]], path: Path
 ) -> tuple[str, str]:
     """Returns the image and the question that a line answers.
@@ -131,13 +134,13 @@ def _key(
     Raises:
         UserError: the annotations do not contain the question.
     """
-    key = line.id, parse_question(line.prompt)
-    if key not in human_answers:
+    question = parse_question(line.prompt)
+    if question is None or (line.id, question) not in human_answers:
         raise UserError(
-            f"{line.place}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
-            f"prompt {line.prompt[:80]!r}"
+            f"{line.place}: {path.name} has no question {question!r} on image {line.id!r}, with "
+            f"the prompt {line.prompt[:80]!r}"
         )
-    return key
+    return line.id, question
 
 
 BENCHMARK = Benchmark(

@@ -6,14 +6,14 @@ validation split are public. Goyal et al., "Making the V in VQA Matter" (CVPR 20
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout, questions
 from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers, require_all
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
+from stepprune_jax.benchmarks.percent import mean_percent, percent_by_group
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
     check_ten_answers,
@@ -55,12 +55,14 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
             file follows from its name; the default is test2015. Not used for an official file.
     """
     if path.suffix == ".json":
-        yield from _read_official(path)
-        return
-    for question in questions.read_list(path, Path()):
-        match = _COCO.match(question.image.name)
-        split = match[1] if match else "test2015"
-        yield question._replace(image=images / split / question.image)
+        return _read_official(path)
+    return questions.read_list(path, images, _image_split)
+
+
+def _image_split(image: str) -> str:
+    """Returns the COCO split of an image, from its path."""
+    match = _COCO.match(Path(image).name)
+    return match[1] if match else "test2015"
 
 
 def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
@@ -69,7 +71,7 @@ def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
     split = str(content.get("data_subtype", "val2014"))
     # Images of test-dev2015 are in the folder test2015.
     image_split = "test2015" if split.startswith("test") else split
-    for place, value in layout.records(content, "questions", path):
+    for place, value in layout.list_records(content, "questions", path):
         record = as_object(value, place)
         identity(record, "question_id", place)
         text = words(record, "question", place) + WORD_OR_PHRASE
@@ -94,10 +96,10 @@ class People(NamedTuple):
 
 def read_people(path: Path) -> dict[str, People]:
     """Reads the official annotations by question id, in the order of the file."""
-    content = read_json_object(layout.file(path, f"{_SOURCE}; {_SUBMIT}"))
+    content = read_json_object(layout.require_file(path, f"{_SOURCE}; {_SUBMIT}"))
     people = {}
-    for place, record in layout.records(content, "annotations", path):
-        with layout.expected(place, "question_id, question_type, answer_type and answers"):
+    for place, record in layout.list_records(content, "annotations", path):
+        with layout.refuse_malformed(place, "question_id, question_type, answer_type and answers"):
             answers = check_ten_answers(
                 place, [one_line(answer["answer"]) for answer in record["answers"]]
             )
@@ -172,24 +174,17 @@ def _compute_accuracies(
         The overall accuracy in percent, and the accuracy by type under "question_type" and
         "answer_type".
     """
-    grades = []
-    grades_by_type = {"question_type": defaultdict(list), "answer_type": defaultdict(list)}
-    for question_id, answer in answer_of.items():
-        human_answers = people[question_id]
-        grade = accuracy(normaliser(answer.text), human_answers.answers)
-        grades.append(grade)
-        grades_by_type["question_type"][human_answers.question_type].append(grade)
-        grades_by_type["answer_type"][human_answers.answer_type].append(grade)
-    parts = {
-        kind: {name: _rounded_percent(values) for name, values in sorted(by_name.items())}
-        for kind, by_name in grades_by_type.items()
+    grades = {
+        question_id: accuracy(normaliser(answer.text), people[question_id].answers)
+        for question_id, answer in answer_of.items()
     }
-    return _rounded_percent(grades), parts
-
-
-def _rounded_percent(grades: list[float]) -> float:
-    """Returns the mean grade in percent, rounded to two decimals."""
-    return round(mean_percent(grades), 2)
+    parts = {}
+    for kind in ("question_type", "answer_type"):
+        accuracies = percent_by_group(
+            (getattr(people[question_id], kind), grade) for question_id, grade in grades.items()
+        )
+        parts[kind] = {name: round(value, 2) for name, value in accuracies.items()}
+    return round(mean_percent(grades.values()), 2), parts
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
@@ -206,7 +201,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]
     Returns:
         Warnings about skipped lines and about a question file of another size than published.
     """
-    path = layout.file(Path(root) / "vqav2" / QUESTIONS, "LLaVA's eval.zip")
+    path = layout.require_file(Path(root) / "vqav2" / QUESTIONS, "LLaVA's eval.zip")
     ids = [_read_integer(record, "question_id", place) for place, record in read_json_lines(path)]
     broken_lines: list[str] = []
     warnings = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)

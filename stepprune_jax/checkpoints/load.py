@@ -418,7 +418,9 @@ def _read_entries(
         entries[name] = entry
 
     for name, entry in read_folder(source.folder).items():
-        add(backbone.canonical_name(name), entry)
+        canonical = backbone.canonical_name(name)
+        if canonical is not None:
+            add(canonical, entry)
     if source.vision_folder and not any(map(backbone.is_vision_name, entries)):
         for name, entry in read_folder(source.vision_folder).items():
             canonical = backbone.canonical_name(name, of_vision_folder=True)
@@ -433,7 +435,7 @@ def _read_entries(
 
 def _load_weight(
     target: WeightTarget,
-    layout: Sharding | Int8Kernel,
+    layout: Any,
     entries: Mapping[str, safetensors.TensorEntry],
     dtype: np.dtype,
 ) -> Array | Int8Kernel:
@@ -451,7 +453,7 @@ def _load_weight(
     if isinstance(layout, Int8Kernel):
         return _load_int8(target, layout, entries)
     # Devices that hold the same block share one read. A block is given by its spans.
-    devices_by_block: dict[tuple[_Span, ...], list[jax.Device]] = collections.defaultdict(list)
+    devices_by_block: dict[tuple[_Span, ...], list[Any]] = collections.defaultdict(list)
     for device, slices in layout.addressable_devices_indices_map(target.shape).items():
         sized_slices = zip(slices, target.shape, strict=True)
         spans = tuple(axis_slice.indices(size)[:2] for axis_slice, size in sized_slices)
@@ -472,7 +474,7 @@ def _load_weight(
 
 
 def _load_int8(
-    target: WeightTarget, layout: Int8Kernel, entries: Mapping[str, safetensors.TensorEntry]
+    target: WeightTarget, layout: Any, entries: Mapping[str, safetensors.TensorEntry]
 ) -> Int8Kernel:
     """Reads a matrix or a stack of matrices as int8, and copies the blocks to their devices.
 
@@ -481,7 +483,7 @@ def _load_int8(
 
     Args:
         target: a weight of shape [k, n], or [layers, k, n] if it is stacked.
-        layout: shardings of the values and of the scales.
+        layout: an `Int8Kernel` with the shardings of the values and of the scales.
         entries: location of each stored tensor by canonical name.
 
     Returns:
@@ -489,7 +491,7 @@ def _load_int8(
     """
     *leading_shape, k, n = shape = target.shape  # leading_shape is [layers] or []
     # Devices that hold the same layers and columns share one read. They may hold different rows.
-    devices_by_block: dict[tuple[range, ...], list[tuple[jax.Device, slice]]]
+    devices_by_block: dict[tuple[range, ...], list[tuple[Any, slice]]]
     devices_by_block = collections.defaultdict(list)
     device_slices = layout.value.addressable_devices_indices_map(shape)
     for device, (*layer_slices, row_slice, column_slice) in device_slices.items():

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,9 @@ _MAX_LISTED = 40
 
 def config_metadata(config: SelectorConfig) -> dict[str, str]:
     """Returns the metadata entries "method" and "config" of a policy's file."""
+    fields: Any = config
     method = selector_of(config).name
-    return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
+    return {"method": method, "config": json.dumps(dataclasses.asdict(fields))}
 
 
 def save_policy(
@@ -308,9 +310,10 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
     Raises:
         ValueError: the method or a field is unknown, or a value is bad.
     """
-    method, methods = metadata.get("method"), weighted()
+    methods: dict[str | None, Any] = {**weighted()}
+    method = metadata.get("method")
     expect(f"{path}: the method of its policy", method, method in methods, f"one of {(*methods,)}")
-    config_type = methods[method].config_type
+    config_type: Any = methods[method].config_type
     config_name = config_type.__name__
     with naming(path, TypeError, ValueError):
         fields = as_object(parse_json(metadata.get("config", ""), config_name), config_name)
@@ -323,9 +326,8 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
             names = ", ".join(unknown_names)
             raise UserError(f"{config_name} has no {names}: was it written by a newer version?")
         # JSON has no tuples, and a hashable configuration cannot hold lists.
-        return config_type(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in fields.items()
-            }
-        )
+        hashable_fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return config_type(**hashable_fields)

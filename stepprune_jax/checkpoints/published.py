@@ -7,6 +7,7 @@ only these are read. GlimpsePrune publishes one file of `torch.save` and a `conf
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -188,7 +189,7 @@ def _read_glimpseprune_config(
         ValueError: the configuration is damaged or not supported.
     """
     raw = read_json_object(path)
-    model_type = raw.get("model_type")
+    model_type: Any = raw.get("model_type")
     is_supported = model_type in [*_GLIMPSE_TYPES]
     expect(f"{path}: model_type", model_type, is_supported, f"one of {', '.join(_GLIMPSE_TYPES)}")
     for name, value in _GLIMPSE_TYPES[model_type].items():
@@ -198,19 +199,18 @@ def _read_glimpseprune_config(
     is_qwen = model_type.startswith("qwen")
     vision_kernel = entries.get("attn_fuser.cond_in_projs.0.weight")
     # Without this tensor, the width does not matter, because the caller reports it as missing.
-    has_width = vision_kernel is not None and vision_kernel.shape
-    vision_width = vision_kernel.shape[-1] if has_width else 1
-    fields = {field.name: raw.get(field.name) for field in dataclasses.fields(GlimpsePruneConfig)}
+    vision_width = 1 if vision_kernel is None else (1, *vision_kernel.shape)[-1]
+    field_names = [field.name for field in dataclasses.fields(GlimpsePruneConfig)]
+    fields: dict[str, Any] = {name: raw.get(name) for name in field_names}
     fields |= {"text_width": raw.get("hidden_size"), "vision_width": vision_width}
     fields["feature_width"] = fields["text_width"] if is_qwen else vision_width
     with naming(path, TypeError, ValueError):
         # Our layer i is the input of block i. The files for LLaVA count the same way. The files for
         # Qwen2.5-VL count outputs of blocks, and the output of block i is the input of block i + 1.
-        fields["selected_visual_layers"] = [
-            layer + is_qwen for layer in raw.get("selected_visual_layers")
-        ]
+        visual_layers = fields["selected_visual_layers"]
+        fields["selected_visual_layers"] = [layer + is_qwen for layer in visual_layers]
         # JSON has no tuples, and a hashable configuration cannot hold lists.
-        hashable_fields = {
+        hashable_fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
         }

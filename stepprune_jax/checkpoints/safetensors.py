@@ -128,6 +128,7 @@ def _parse_entry(path: Path, name: str, record: Any, data_start: int) -> TensorE
     Raises:
         ValueError: the record is corrupt.
     """
+    entry = None
     try:
         dtype, shape = DTYPES[record["dtype"]], tuple(record["shape"])
         start, stop = record["data_offsets"]  # relative to `data_start`
@@ -136,7 +137,7 @@ def _parse_entry(path: Path, name: str, record: Any, data_start: int) -> TensorE
         is_valid = are_counts and stop - start == entry.nbytes
     except (LookupError, TypeError, ValueError):
         is_valid = False
-    if not is_valid:
+    if entry is None or not is_valid:
         raise UserError(
             f"{path}: the header record of {name!r} is corrupt, or its dtype is none of "
             f"{', '.join(DTYPES)}: {str(record)[:200]}"
@@ -173,7 +174,7 @@ def read_tensor(
     # The buffer has bytes because numpy rejects a buffer of the ml_dtypes types.
     buffer = np.empty(math.prod(block_shape) * entry.dtype.itemsize, np.uint8)
     if buffer.size:
-        view, position = memoryview(buffer), 0
+        view, position = buffer.data, 0
         with open(entry.path, "rb", buffering=0) as file:
             for start, length in _byte_runs(shape, spans, entry.dtype.itemsize):
                 _read_into(file, view[position : position + length], entry, entry.offset + start)
@@ -305,7 +306,7 @@ def write_file(
             file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
             for _, tensor in zip(specs, tensors, strict=True):
                 flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-                file.write(memoryview(flat))
+                file.write(flat.data)
         temporary_path.replace(path)
     finally:
         temporary_path.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ def read_tensors(path: Path) -> dict[str, TensorEntry]:
             data = archive.read(members["data.pkl"])
             # The argument of PUT is an index into an array that the unpickler allocates.
             for opcode, argument, _ in pickletools.genops(data):
-                if "PUT" in opcode.name and argument > len(data):
+                if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
                     raise UserError("its pickle is damaged")
             tree = _Unpickler(data, path, file, members).load()
             return _flatten(tree, "", set())

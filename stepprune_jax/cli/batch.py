@@ -52,13 +52,12 @@ def unanswered_questions(
     }
     answered_ids = set()
     for line in recover(out):
-        question_id = str(line["question_id"])
+        question_id, problem = str(line["question_id"]), ""
         changed_settings = [name for name, value in provenance.items() if line.get(name) != value]
-        problem = None
+        if changed_settings:
+            problem = f"was answered with another {', '.join(changed_settings)}"
         if image_and_text.get(question_id) != (line.get("image"), line["prompt"]):
             problem = "is not one of --questions, or is about another image"
-        elif changed_settings:
-            problem = f"was answered with another {', '.join(changed_settings)}"
         if problem:
             raise UserError(f"{out}: question {question_id!r} {problem}; give another --out")
         answered_ids.add(question_id)
@@ -107,7 +106,7 @@ def answer_file(
         for start in range(0, len(questions), max_chunk_length):
             chunk = dict(itertools.islice(questions.items(), start, start + max_chunk_length))
             lines = _answer_chunk(generator, chunk, folder, padded_batch_size)
-            append(out, [line | provenance for line in lines])
+            append(out, [{**line, **provenance} for line in lines])
             answered_ids = {line["question_id"] for line in lines}
             failed_ids += [
                 question.question_id

@@ -8,7 +8,6 @@ images/), whose answers are not read. Training with a validation split already m
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax.numpy as jnp
 
@@ -17,12 +16,13 @@ from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.model_settings import DTYPES
 from stepprune_jax.checkpoints.policy import read_about, save_policy
+from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with, integer_from
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.selectors.calibration import Calibration
+from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import UserError, local_path
 
 _NAME = "stepprune-calibrate"
@@ -34,33 +34,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0], compiles=True)
+    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
-    add(
-        "--model",
-        required=True,
-        help="the policy's model: checkpoint folder, hub id, shapes or shapes_qwen",
-    )
-    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image")
+    model_flags.add_model_flags(add)
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")
     add("--split", default="validation", help="split to read; default: validation")
-    add(
-        "--questions",
-        type=integer_from(0),
-        default=256,
-        help="number of questions, evenly spaced in the split; 0 reads all questions",
-    )
+    help_text = "number of questions, evenly spaced in the split; 0 reads all questions"
+    add("--questions", type=integer_from(0), default=256, help=help_text)
     add("--batch_size", type=integer_from(1), default=16, help="questions per batch")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
     add("--out", required=True, help="policy file to write")
     flags = parser.parse_args(argv)
-    pixel_limits = {name: getattr(flags, name) for name in ("min_pixels", "max_pixels")}
-    source = inspect_folder(flags.model, flags.vision_folder, **pixel_limits)
+    source = inspect_folder(flags.model, **model_flags.image_options(flags))
     policy, metadata = load_policy_for(source, flags.policy), read_about(flags.policy)
-    if not policy.has_stop:
+    if not isinstance(policy, Policy) or not policy.has_stop:
         raise UserError(
             f"--policy: {policy.name} has no learned stop to calibrate, expected a policy with a "
             "learned stop"
@@ -71,25 +59,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     all_questions = read_questions(folder / f"{flags.split}.jsonl", folder / "images")
     indices = spread_over(len(all_questions), flags.questions)
     questions = [all_questions[index] for index in indices]
-    dtype = jnp.dtype(flags.dtype)
-    model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
+    model = load_vlm(flags.model, dtype=jnp.dtype(flags.dtype), **model_flags.image_options(flags))
     policy = calibrate_policy(model, policy, questions, Execution(), flags.batch_size)
     out = local_path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     path = save_policy(policy, out, metadata)
-    print(_format_table(policy.calibration))
+    print(_format_calibration(policy))
     print(path)
 
 
-def _format_table(table: Calibration) -> str:
-    """Formats a calibration as text: one line per stop bias.
+def _format_calibration(policy: Policy) -> str:
+    """Formats the calibration of a policy as text: one line per stop bias.
 
     The columns are the mean count of kept tokens, the stop bias, and the fractions of questions
     that keep the smallest and the largest number of tokens that the policy allows.
 
     Args:
-        table: calibration of a policy.
+        policy: the policy. Without a calibration, the text is empty.
     """
+    if (table := policy.calibration) is None:
+        return ""
     lines = [
         f"{table.questions} questions, {table.num_tokens:g} visual tokens each on average",
         "mean count  stop bias  at minimum  at maximum",
@@ -102,8 +91,8 @@ def _format_table(table: Calibration) -> str:
     return "\n".join(lines)
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

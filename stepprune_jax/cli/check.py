@@ -4,7 +4,6 @@ Prints the counts of each file and its first faults. The exit status is 1 if the
 """
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.check import check_folder
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 1 if there is a fault, otherwise 0.
     """
-    parser = Parser(prog=_NAME, description=__doc__.partition(":")[0])
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     flags = parser.parse_args(argv)
@@ -36,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(result.faults for result in results))
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import io
 import logging
 import os
 import shlex
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from stepprune_jax import configurations
 from stepprune_jax.cli.compile_cache import keep_programs, user_folder
@@ -39,14 +40,24 @@ class Parser(argparse.ArgumentParser):
     unless the user passes --no_compile_cache.
     """
 
-    def __init__(self, *args: Any, compiles: bool = False, **keywords: Any):
+    def __init__(
+        self,
+        *args: Any,
+        module_docstring: str | None = None,
+        compiles: bool = False,
+        **keywords: Any,
+    ):
         """Creates a parser.
 
         Args:
             *args: positional arguments of `argparse.ArgumentParser`.
+            module_docstring: docstring of the command's module. Its first line describes the
+                command in the help text.
             compiles: whether the command compiles jax programs and hence has --no_compile_cache.
             **keywords: keyword arguments of `argparse.ArgumentParser`.
         """
+        if module_docstring is not None:
+            keywords["description"] = module_docstring.partition("\n")[0]
         super().__init__(*args, **keywords)
         if compiles:
             folder = user_folder() or "no folder"
@@ -178,8 +189,9 @@ def show_messages(progress: str) -> None:
         absl_logging.set_verbosity(absl_logging.FATAL)
     # `transformers` recommends torch, which its tokenizers do not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # The encoding of stdout may not support all characters of a message, such as a file's name.
-    if hasattr(sys.stdout, "reconfigure"):  # The stdout of a notebook has no such method.
+    # The encoding of stdout may not support all characters of a message, such as a file's name. The
+    # stdout of a notebook is no TextIOWrapper.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]
@@ -238,7 +250,10 @@ def read_config(
             raise UserError(f"--config {flags.config} is {actual_kind}, expected {expected_kind}")
     except (UserError, OSError) as error:
         parser.error(str(error))
-    flags.workdir = local_path(flags.workdir or default_workdir(flags.config))
+    # "llava7b:literal" and "configs/llava7b.py:literal" have the folder "runs/llava7b-literal".
+    file, _, argument = flags.config.partition(":")
+    run_name = "-".join(filter(None, (Path(file).stem, argument)))
+    flags.workdir = local_path(flags.workdir or Path("runs", run_name))
     return flags, settings
 
 
@@ -252,18 +267,6 @@ def command() -> str:
     """Returns the command line of this process, for display."""
     script = program("")
     return shlex.join([script, *sys.argv[1:]] if script else ["python", *sys.argv])
-
-
-def default_workdir(config: str) -> str:
-    """Returns the default folder of a run.
-
-    For example, "llava7b:literal" and "configs/llava7b.py:literal" have "runs/llava7b-literal".
-
-    Args:
-        config: value of --config, a packaged name or a file with an optional argument.
-    """
-    file, _, argument = config.partition(":")
-    return str(Path("runs") / "-".join(filter(None, (Path(file).stem, argument))))
 
 
 @contextlib.contextmanager
@@ -284,7 +287,7 @@ def one_line_errors(name: str) -> Iterator[None]:
             # A full disk raises an error here, where it is still reported in one line.
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard(sys.stdout)
+        _discard_output()
         sys.exit(signal_status(_SIGPIPE))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
@@ -295,7 +298,7 @@ def one_line_errors(name: str) -> Iterator[None]:
         _exit(name, explain(error))
     except OSError as error:
         if error.errno in _DISK_ERRNOS and error.filename is None:
-            _discard(sys.stdout)  # The stream that cannot be written to may be stdout.
+            _discard_output()  # The stream that cannot be written to may be stdout.
         elif error.filename is None and not isinstance(error, _PATH_ERRORS):
             raise
         _exit(name, str(error))
@@ -371,10 +374,12 @@ def _has_missing_platform() -> bool:
     return False
 
 
-def _discard(stream: TextIO) -> None:
-    """Discards a stream's buffered output, which Python would try to write again at exit."""
+def _discard_output() -> None:
+    """Discards the buffered text of stdout, which Python would try to write again at exit."""
+    if sys.stdout is None:  # `>&-` closes stdout.
+        return
     with open(os.devnull, "w") as null_device, contextlib.suppress(OSError, ValueError):
-        os.dup2(null_device.fileno(), stream.fileno())
+        os.dup2(null_device.fileno(), sys.stdout.fileno())
 
 
 def _exit(name: str, message: str) -> NoReturn:

@@ -24,6 +24,7 @@ _MAX_BYTES = 4 << 30
 _PROGRAM_SUFFIX, _TIME_SUFFIX = "-cache", "-atime"  # Names of the files by jax.
 _FAILURE = re.compile(r"Error (?:reading|writing) persistent compilation cache entry for '.*?': ")
 _DISABLE_HINT = "pass --no_compile_cache"
+_EXPLAINING: set[Callable[..., None]] = set()  # All results of `explain_failures`.
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -112,7 +113,7 @@ def explain_failures(show: Callable[..., None]) -> Callable[..., None]:
     Returns:
         The new value of `warnings.showwarning`; `show` itself if it is already such a wrapper.
     """
-    if getattr(show, "explains_failures", False):
+    if show in _EXPLAINING:
         return show
     has_warned = False
 
@@ -132,5 +133,5 @@ def explain_failures(show: Callable[..., None]) -> Callable[..., None]:
             remedy = f"make room for this folder, remove it, or {_DISABLE_HINT}"
             _LOG.warning("compiled programs are not kept in %s (%s): %s", folder, reason, remedy)
 
-    show_once.explains_failures = True
+    _EXPLAINING.add(show_once)
     return show_once

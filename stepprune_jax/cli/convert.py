@@ -6,7 +6,6 @@ stepprune-convert mme --answers A.jsonl --out FOLDER
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.layout import DATA
@@ -21,25 +20,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
-    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    converters = {
+        name: benchmark.convert
+        for name, benchmark in BENCHMARKS.items()
+        if benchmark.convert is not None
+    }
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
     add = parser.add_argument
-    add("benchmark", choices=names, help="benchmarks without a format here are scored directly")
+    add(
+        "benchmark",
+        choices=[*converters],
+        help="benchmarks without a format here are scored directly",
+    )
     add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
     add("--answers", required=True, help="answer file, JSON lines")
     add("--out", required=True, help="file or folder to write")
     flags = parser.parse_args(argv)
-    convert = BENCHMARKS[flags.benchmark].convert
     is_folder = not BENCHMARKS[flags.benchmark].submission_suffix
     check_creatable("--out", flags.out, is_folder=is_folder)
-    warnings = convert(Path(flags.data), Path(flags.answers), Path(flags.out))
-    for warning in warnings:
+    convert = converters[flags.benchmark]
+    for warning in convert(Path(flags.data), Path(flags.answers), Path(flags.out)):
         print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote {flags.out}")
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -9,7 +9,6 @@ adds policies.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax.numpy as jnp
 
@@ -17,10 +16,12 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.model_settings import DTYPES
+from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.command_line import Parser, check_address, exit_with
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
-from stepprune_jax.user_input import naming
+from stepprune_jax.registry import resolve_pruner
+from stepprune_jax.user_input import expect, naming
 
 _NAME = "stepprune-demo"
 # Shipped models and their names on the page.
@@ -36,19 +37,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, description=(__doc__ or "").partition("\n")[0], compiles=True)
+    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
     add = parser.add_argument
-    small_models = " or ".join(_SMALL_MODELS)
-    add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")
-    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image")
-    add(
-        "--policy",
-        action="append",
-        default=[],
-        help="policy file, shipped name, or hub:owner/name; may be repeated",
-    )
+    model_flags.add_model_flags(add, model="shapes")
+    help_text = "policy file, shipped name, or hub:owner/name; may be repeated"
+    add("--policy", action="append", default=[], help=help_text)
+    help_text = "FILE.py:CLASS, a pruner to offer beside the built-in ones; may be repeated"
+    add("--pruner", action="append", default=[], help=help_text)
     help_text = "default: float32 for a small model of the shapes world, otherwise bfloat16"
     add("--dtype", choices=DTYPES, help=help_text)
     add("--host", default="127.0.0.1", help="address to listen on")
@@ -59,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
     check_address(flags.host, flags.port)
+    for pruner_text in flags.pruner:
+        name = resolve_pruner(pruner_text)
+        expected = "FILE.py:CLASS or package.module:CLASS"
+        expect("--pruner", pruner_text, name != pruner_text, expected)
     is_small = flags.model in _SMALL_MODELS
-    pixel_limits = {name: getattr(flags, name) for name in ("min_pixels", "max_pixels")}
-    source = inspect_folder(flags.model, flags.vision_folder, **pixel_limits)
-    # A small model is shipped with a policy of the same name.
+    source = inspect_folder(flags.model, **model_flags.image_options(flags))
+    # A small model is shipped with a policy of the same name. `fromkeys` removes duplicates.
     shipped_policies = [flags.model] if is_small else []
     policies = {}
     for policy_name in dict.fromkeys([*flags.policy, *shipped_policies]):
@@ -71,15 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             policy.check_fits(source.config)
         policies[f"{policy.name} ({policy_name})"] = policy
     dtype = jnp.dtype(flags.dtype or ("float32" if is_small else "bfloat16"))
-    model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
+    model = load_vlm(flags.model, dtype=dtype, **model_flags.image_options(flags))
     choices = list_choices(model, policies)
     model_name = _SMALL_MODELS[flags.model] if is_small else Path(flags.model).name
     page = build(model, model_name, choices, shapes_examples() if is_small else [])
     serve(page, flags.host, flags.port)
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

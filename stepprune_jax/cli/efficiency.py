@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -60,22 +60,6 @@ from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.user_input import expect
 
-_HEADER = [
-    "row",
-    "tokens kept",
-    "TFLOPs",
-    "tower, ms",
-    "selection, ms",
-    "prefill and host, ms",
-    "to the first token, ms",
-    "ms a token",
-    "kernels",
-    "memory, MB",
-    "cache, MB a row",
-    "times unpruned",
-    "compile, s",
-]
-
 _NAME = "stepprune-efficiency"
 # Flags that are saved with the results.
 _SAVED_FLAGS = (
@@ -88,36 +72,33 @@ _SAVED_FLAGS = (
     "rounds",
 )
 
-# Parts of an answer whose median the table has. "rest" is the time to the first token without tower
-# and selection: prefill and the work of the host.
-_PARTS = ("tower", "selector", "rest", "decode")
 
-
-def _format_cells(measurement: dict[str, Any]) -> list[object]:
-    """Returns the table cells of one measured row, in the order of `_HEADER`.
+def _format_cells(measurement: dict[str, Any]) -> dict[str, object]:
+    """Returns the table cells of one measured row, by their columns.
 
     Args:
         measurement: result of `measure.measure`.
     """
-    milliseconds = measurement["ms"]
+    milliseconds, speed_up = measurement["ms"], measurement["speed_up"]
     mean_kept, min_kept, max_kept = measurement["kept"]
     kept_range = f" ({min_kept} to {max_kept})" if min_kept < max_kept else ""
-    tower, selector, prefill, decode = (milliseconds[part][0] for part in _PARTS)  # Medians.
-    return [
-        measurement["row"],
-        f"{mean_kept:.4g}{kept_range}",
-        sum(measurement["tflops"].values()),
-        tower,
-        selector,
-        prefill,
-        _format_spread(milliseconds["whole"]),
-        decode,
-        "-" if measurement["kernels"] is None else measurement["kernels"],
-        measurement["working_bytes"] / 1e6,
-        measurement["cache_bytes"] / 1e6,
-        _format_spread(measurement["speed_up"]) if measurement["speed_up"] else "-",
-        measurement["compile_s"],
-    ]
+    median_milliseconds = {part: values[0] for part, values in milliseconds.items()}
+    return {
+        "row": measurement["row"],
+        "tokens kept": f"{mean_kept:.4g}{kept_range}",
+        "TFLOPs": sum(measurement["tflops"].values()),
+        "tower, ms": median_milliseconds["tower"],
+        "selection, ms": median_milliseconds["selector"],
+        # The time to the first token without tower and selection.
+        "prefill and host, ms": median_milliseconds["rest"],
+        "to the first token, ms": _format_spread(milliseconds["whole"]),
+        "ms a token": median_milliseconds["decode"],
+        "kernels": "-" if measurement["kernels"] is None else measurement["kernels"],
+        "memory, MB": measurement["working_bytes"] / 1e6,
+        "cache, MB a row": measurement["cache_bytes"] / 1e6,
+        "times unpruned": _format_spread(speed_up) if speed_up else "-",
+        "compile, s": measurement["compile_s"],
+    }
 
 
 def _format_spread(values: Sequence[float]) -> str:
@@ -128,42 +109,29 @@ def _format_spread(values: Sequence[float]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; exits with an error message if --json and --dry_run are both missing."""
-    parser = Parser(prog=_NAME, description=__doc__.split("\n")[0])
-    names = ", ".join(KNOWN)
-    parser.add_argument("--model", default="mid", help=f"{names}, or a config.json")
-    parser.add_argument(
-        "--tokens",
-        type=integer_from(1),
-        default=576,
-        help="visual tokens of each image, for Qwen2.5-VL and Qwen3-VL",
-    )
-    parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--dry_run", action="store_true", help="count operations and exit")
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
+    add, positive = parser.add_argument, integer_from(1)
+    add("--model", default="mid", help=f"{', '.join(KNOWN)}, or a config.json")
+    help_text = "visual tokens of each image, for Qwen2.5-VL and Qwen3-VL"
+    add("--tokens", type=positive, default=576, help=help_text)
+    add("--json", help="file for the results")
+    add("--dry_run", action="store_true", help="count operations and exit")
     help_text = "rows, such as all cls@64 'stepprune@64 group=4'; default: every pruner"
-    parser.add_argument("--rows", nargs="+", help=help_text)
-    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--rows", nargs="+", help=help_text)
+    add("--batch", type=positive, nargs="+", default=[1, 8])
+    dtypes = ["float32", "bfloat16"]
+    add("--dtype", choices=dtypes, default="float32")
     help_text = "int8: quantize the matrices of the language model"
-    parser.add_argument("--weights", choices=WEIGHTS, default="full", help=help_text)
-    parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
-    )
-    parser.add_argument(
-        "--text", type=integer_from(1), default=64, help="text tokens of each prompt"
-    )
-    parser.add_argument(
-        "--new_tokens",
-        type=integer_from(1),
-        default=16,
-        help="tokens to decode after the first token",
-    )
-    parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
-    parser.add_argument(
-        "--rounds", type=integer_from(1), default=5, help="measurements of every row"
-    )
+    add("--weights", choices=WEIGHTS, default="full", help=help_text)
+    add("--policy_dtype", choices=dtypes, default="float32")
+    add("--decoder_layers", type=positive, default=PolicyConfig().decoder_layers)
+    add("--text", type=positive, default=64, help="text tokens of each prompt")
+    help_text = "tokens to decode after the first token"
+    add("--new_tokens", type=positive, default=16, help=help_text)
+    add("--attention", choices=ATTENTIONS, default=Execution().attention)
+    add("--rounds", type=positive, default=5, help="measurements of every row")
     help_text = "also time the last row in two new processes, without and with stored programs"
-    parser.add_argument("--first_answer", action="store_true", help=help_text)
+    add("--first_answer", action="store_true", help=help_text)
     flags = parser.parse_args(arguments)
     if not (flags.json or flags.dry_run):
         parser.error("the following arguments are required: --json, or --dry_run")
@@ -301,7 +269,8 @@ def _measure_rows(
         else:
             measurements.append(measurement)
             baseline = row_baseline  # Rows are not compared with a baseline that failed.
-            *header, line = table(_HEADER, [_format_cells(measurement)]).splitlines()
+            cells = _format_cells(measurement)
+            *header, line = table([*cells], [[*cells.values()]]).splitlines()
             is_first = len(measurements) == 1
             title = [f"batch {batch_size}", "", *header] if is_first else []
             tqdm.write("\n".join([*title, line]))
@@ -334,11 +303,10 @@ def _measure_first_answers(flags: argparse.Namespace, row_name: str) -> dict[str
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         report_file = Path(folder, "result.json")
-        command_line = [sys.executable, "-m", "stepprune_jax.efficiency"]
-        command_line += ["--json", str(report_file)]
         copied_flags = ("model", "tokens", "attention", *_SAVED_FLAGS)
         values = {name: getattr(flags, name) for name in copied_flags}
-        values |= {"rows": row_name, "batch": flags.batch[0], "rounds": 1}
+        values |= {"json": report_file, "rows": row_name, "batch": flags.batch[0], "rounds": 1}
+        command_line = [sys.executable, "-m", "stepprune_jax.efficiency"]
         for name, value in values.items():
             command_line += [f"--{name}", str(value)]
         for process_kind in ("no programs kept", "programs of an earlier process"):
@@ -353,8 +321,8 @@ def _measure_first_answers(flags: argparse.Namespace, row_name: str) -> dict[str
     return seconds_by_process
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
-from stepprune_jax.benchmarks.answer_files import (
-    ANSWERS,
-    AnswerFile,
-    questions_digest,
-    read_files,
-)
+from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
 from stepprune_jax.cli import command_line
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.generate_stage import generate_answers
@@ -89,9 +84,8 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
             out = workdir / SUBMISSIONS / benchmark_name / (method + benchmark.submission_suffix)
             # Counts complete lines: an interruption may have truncated the last line.
             num_answered = answers.path.read_bytes().count(b"\n")
-            num_questions = answers.provenance.asked
-            if num_answered < num_questions:
-                progress = f"{num_answered:,} of {num_questions:,} questions answered"
+            if num_answered < (num_asked := answers.provenance.asked):
+                progress = f"{num_answered:,} of {num_asked:,} questions answered"
                 print(f"not converted: {answers.path}: {progress}")
                 continue
             try:
@@ -146,10 +140,8 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     table = table._replace(remarks=run.eval.remarks)
     write_table(report_folder, table)
     print(as_markdown(table), end="")
-    num_examples = run.eval.samples
-    page = write_page(
-        report_folder / NAME, table, benchmarks, num_examples=num_examples, command=command
-    )
+    file, num_examples = report_folder / NAME, run.eval.samples
+    page = write_page(file, table, benchmarks, num_examples=num_examples, command=command)
     print(f"report: {page}")
 
 
@@ -176,37 +168,29 @@ def _read_questions(
     return questions if all(file.provenance.questions == digest for file in files) else []
 
 
-def command() -> None:
-    """Runs the command and exits with its status."""
-    command_line.exit_with(_NAME, main, progress="stdout")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the configuration, and runs the requested stages of its evaluation.
 
     Args:
         arguments: command-line arguments; None reads the arguments of the process.
     """
-    parser = command_line.Parser(
-        prog=command_line.program(_NAME), description=__doc__, compiles=True
-    )
+    name = command_line.program(_NAME)
+    parser = command_line.Parser(prog=name, description=__doc__, compiles=True)
     command_line.add_config(parser)
-    help_text = (
-        "policy to use instead of the run's policy: a file, a shipped name, or hub:owner/name"
-    )
+    help_text = "policy to use instead of the run's: a file, a shipped name, or hub:owner/name"
     parser.add_argument("--policy", help=help_text)
     stages = ",".join(STAGES)
     parser.add_argument("--stages", default=stages, help=f"comma-separated list of {stages}")
     flags, run = command_line.read_config(parser, arguments, EvaluationRun)
     distributed.use_cores(run.cpu_devices)
     distributed.start()
-    evaluate(
-        run,
-        flags.workdir,
-        stages=flags.stages.split(","),
-        policy=flags.policy,
-        command=command_line.command(),
-    )
+    stages, command = flags.stages.split(","), command_line.command()
+    evaluate(run, flags.workdir, stages=stages, policy=flags.policy, command=command)
+
+
+def command() -> None:
+    """Runs the command and exits with its status."""
+    command_line.exit_with(_NAME, main, progress="stdout")
 
 
 if __name__ == "__main__":

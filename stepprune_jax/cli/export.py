@@ -11,7 +11,6 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import count_weights
 from stepprune_jax.registry import selector_of
-from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors import Policy, TrainedPruner
 from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import UserError, expect, local_path
@@ -94,7 +93,7 @@ def _calibration(path: Path, policy: Policy) -> Calibration | None:
     return finished.calibration if same_policy(finished, policy) else None
 
 
-def same_policy(first: Policy, second: Policy) -> bool:
+def same_policy(first: TrainedPruner, second: TrainedPruner) -> bool:
     """Returns whether two policies are bitwise equal, ignoring their calibrations."""
     first, second = first.replace(calibration=None), second.replace(calibration=None)
     if jax.tree.structure(first) != jax.tree.structure(second):
@@ -168,11 +167,13 @@ def model_card(
     model_name = config["model.folder"]
     base_repository = hub.repository(model_name)  # None if the model is a local folder.
     data = config["data.train_file"] or config["data.folder"]
-    metric_lines = [
-        f"- {title}, after update {row['step']}: "
-        + ", ".join(f"{name} {value:.4g}" for name, value in row.items() if _is_metric(name, value))
-        for title, row in last_rows.items()
-    ]
+    metric_lines = []
+    for title, row in last_rows.items():
+        # NaN is logged as null.
+        metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        update = metrics.pop("step")
+        values = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        metric_lines.append(f"- {title}, after update {update}: {values}")
     return string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         base_model="" if base_repository is None else f"base_model: {base_repository.name}\n",
         policy=POLICY_FILE if target is None else f"{hub.PREFIX}{target}",
@@ -194,37 +195,28 @@ def model_card(
     )
 
 
-def _is_metric(name: str, value: object) -> bool:
-    """Returns whether a field of a log row is a number for the card. NaN is logged as null."""
-    return name != "step" and isinstance(value, int | float)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports the policy of a run with its model card, and uploads both if requested.
 
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
-    parser.add_argument(
-        "--stop_bias",
-        type=float,
-        default=0.0,
-        help="default stop bias of the exported policy; a higher bias keeps fewer tokens",
-    )
-    parser.add_argument(
-        "--push",
-        metavar="OWNER/NAME",
-        help="upload both files to the Hugging Face hub",
-    )
+    help_text = "default stop bias of the exported policy; a higher bias keeps fewer tokens"
+    parser.add_argument("--stop_bias", type=float, default=0.0, help=help_text)
+    help_text = "upload both files to the Hugging Face hub"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=help_text)
     help_text = "with --push: create a private repository"
     parser.add_argument("--private", action="store_true", help=help_text)
     flags = parser.parse_args(argv)
     if flags.private and flags.push is None:
         raise UserError("--private is given without --push, expected both or neither")
-    target = None if flags.push is None else _push_target(flags.push)
+    target = None
+    if flags.push is not None:  # "owner/name", with or without the prefix "hub:".
+        target = hub.repository(hub.PREFIX + flags.push.removeprefix(hub.PREFIX))
+        expect("--push", flags.push, target is not None, "owner/name")
     expect("--stop_bias", flags.stop_bias, is_number(flags.stop_bias), "a finite number")
     check_creatable("--out", flags.out, is_folder=True)
     path = export(flags.workdir, flags.out, flags.stop_bias, target)
@@ -234,26 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(hub.upload(path.parent, names, target, private=flags.private))
 
 
-def _push_target(name: str) -> hub.Repository:
-    """Parses the value of --push.
-
-    Args:
-        name: "owner/name", with or without the prefix "hub:".
-
-    Returns:
-        The hub repository to upload to.
-
-    Raises:
-        UserError: the name is not owner/name.
-    """
-    target = hub.repository(hub.PREFIX + name.removeprefix(hub.PREFIX))
-    if target is None:
-        raise UserError(f"--push is {name!r}, expected owner/name")
-    return target
-
-
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

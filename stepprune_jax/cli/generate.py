@@ -10,12 +10,14 @@ the kept tokens. `--questions` answers a file of questions in LLaVA's format, in
 
 import argparse
 import dataclasses
+import functools
+import io
 import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity, policy_digest
 from stepprune_jax.checkpoints.load import load_params, make_vlm
+from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.batch import answer_file, unanswered_questions
 from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.data.images import open_image
@@ -35,17 +38,15 @@ from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
 from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.timing import timed_answer
-from stepprune_jax.models.int8 import WEIGHTS
-from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, Budget, Pruner
-from stepprune_jax.registry import PRUNERS, build_pruner, read_options
+from stepprune_jax.registry import build_pruner, read_options, resolve_pruner, user_digest
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, expect, local_path, one_line
 
 _NAME = "stepprune-generate"
 _BATCH_SIZE = 8
-_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 
 
 class _Job(NamedTuple):
@@ -79,17 +80,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def _build_parser() -> argparse.ArgumentParser:
     """Builds the parser of the command line, with the flags in groups."""
-    parser = Parser(
-        prog=_NAME,
-        description=__doc__.splitlines()[0],
-        formatter_class=_Help,
-        compiles=True,
-    )
+    parser = Parser(prog=_NAME, module_docstring=__doc__, formatter_class=_Help, compiles=True)
     add = parser.add_argument_group("model").add_argument
-    add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
-    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image")
+    model_flags.add_model_flags(add)
     add = parser.add_argument_group("questions").add_argument
     add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
     add("--prompt", help="the question; with --interactive, the first question")
@@ -102,13 +95,7 @@ def _build_parser() -> argparse.ArgumentParser:
     help_text = f"with --questions: questions per batch; default: {_BATCH_SIZE}"
     add("--batch_size", type=integer_from(1), help=help_text)
     add = parser.add_argument_group("pruning").add_argument
-    add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
-    add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
-    help_text = (
-        "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
-    )
-    add("--budget", help=help_text)
-    add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
+    model_flags.add_pruner_flags(add)
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
     help_text = "bias of the policy's stop logits; replaces the bias in the policy file"
     add("--stop_bias", type=float, help=help_text)
@@ -120,11 +107,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--repetition_penalty", type=float, help="1: no penalty; default: from the model folder")
     add("--seed", type=int, default=0, help="seed of the sampling")
     add = parser.add_argument_group("machine").add_argument
-    add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
-    help_text = "int8: the language model takes half the memory"
-    add("--weights", choices=WEIGHTS, default="full", help=help_text)
+    model_flags.add_execution_flags(add)
     add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
-    add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("results").add_argument
     help_text = "file for the answers to --questions; the command continues an existing file"
     add("--out", metavar="FILE.jsonl", help=help_text)
@@ -155,10 +139,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
         raise UserError("--overlay requires one --prompt and at least one --image")
     if flags.trace is not None and not flags.json:
         raise UserError("--trace requires --json")
-    for flag, file, suffix in (
-        ("--overlay", flags.overlay, ".png"),
-        ("--trace", flags.trace, ".npz"),
-    ):
+    result_files = ("--overlay", flags.overlay, ".png"), ("--trace", flags.trace, ".npz")
+    for flag, file, suffix in result_files:
         is_valid = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
         expect(flag, file, is_valid, f"a {suffix} file in an existing folder")
 
@@ -175,9 +157,9 @@ def _check_question_flags(flags: argparse.Namespace) -> None:
         raise UserError("--questions and --out are given together: questions, and where answers go")
     excluded_flags = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
     excluded_flags += ("temperature", "top_p", "repetition_penalty", "seed")
-    defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    parser = _build_parser()
     for name in excluded_flags:
-        if getattr(flags, name) not in (None, False, [], defaults.get(name)):
+        if getattr(flags, name) != parser.get_default(name):
             message = f"--{name} does not belong to --questions, which is answered greedily"
             raise UserError(message)
     flags.out = file_to_write("--out", flags.out)
@@ -199,12 +181,8 @@ def _read_job(flags: argparse.Namespace) -> _Job:
         UserError: a flag is invalid, or does not suit the model.
     """
     _check_flags(flags)
-    source = folders.inspect_folder(
-        flags.model,
-        flags.vision_folder,
-        min_pixels=flags.min_pixels,
-        max_pixels=flags.max_pixels,
-    )
+    flags.pruner = resolve_pruner(flags.pruner)
+    source = folders.inspect_folder(flags.model, **model_flags.image_options(flags))
     policy = None if flags.policy is None else load_policy_for(source, flags.policy)
     generator = _build_generator(flags, source, policy)
     # Without --prompt, a placeholder checks the images and the system prompt.
@@ -224,7 +202,7 @@ def _read_job(flags: argparse.Namespace) -> _Job:
         questions = unanswered_questions(flags.out, all_questions, flags.image_folder, settings)
     params = {}
     if flags.questions is None or questions:
-        params = load_params(source, mesh, _DTYPES[flags.dtype], weights=flags.weights)
+        params = load_params(source, mesh, jnp.dtype(flags.dtype), weights=flags.weights)
     generator = dataclasses.replace(generator, model=generator.model._replace(params=params))
     return _Job(generator, request, images, flags.system, settings, questions)
 
@@ -251,12 +229,8 @@ def _build_generator(
         stop_bias=flags.stop_bias,
         options=read_options("--pruner_options", flags.pruner_options),
     )
-    sampling = Sampling(
-        flags.seed,
-        flags.temperature,
-        flags.top_p,
-        repetition_penalty=flags.repetition_penalty,
-    )
+    penalty = flags.repetition_penalty
+    sampling = Sampling(flags.seed, flags.temperature, flags.top_p, repetition_penalty=penalty)
     execution = Execution(attention=flags.attention)
     options = RunOptions(flags.max_tokens, flags.positions, execution=execution)
     return Generator(model, pruner, sampling, options)
@@ -269,15 +243,15 @@ def _answer_settings(flags: argparse.Namespace, pruner: Pruner) -> JsonObject:
         flags: the parsed flags.
         pruner: the pruner that the flags describe.
     """
+    source_digest = user_digest(pruner.name)
     return {
         "model": flags.model,
-        "vision_folder": flags.vision_folder,
-        "min_pixels": flags.min_pixels,
-        "max_pixels": flags.max_pixels,
+        **model_flags.image_options(flags),
         "system": flags.system,
         "policy": flags.policy,
         "pruner": pruner.name,
         "pruner_version": pruner.version,
+        **({} if source_digest is None else {"pruner_source": source_digest}),
         "pruner_options": read_options("--pruner_options", flags.pruner_options),
         "budget": str(pruner.budget),
         "budget_counts": pruner.budget_counts,
@@ -291,9 +265,8 @@ def _answer_settings(flags: argparse.Namespace, pruner: Pruner) -> JsonObject:
 
 def _stream_answer(job: _Job, request: Request) -> Answer:
     """Prints an answer token by token, and then its token counts and times; returns the answer."""
-    answer, times = timed_answer(
-        job.generator, request, lambda text: print(text, end="", flush=True)
-    )
+    write = functools.partial(print, end="", flush=True)
+    answer, times = timed_answer(job.generator, request, write)
     counts = f"kept {answer.kept} of {answer.visual_tokens} visual tokens"
     print(f"\n[{counts}, {times}]", flush=True)
     return answer
@@ -359,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _execute(flags: argparse.Namespace) -> None:
     """Runs the command: answers a file of questions, a conversation, or one prompt."""
     # The tokenizer reports questions with invalid UTF-8, so decoding stdin must not fail.
-    if hasattr(sys.stdin, "reconfigure"):
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     job = _read_job(flags)
     if flags.questions is not None:
@@ -401,7 +374,7 @@ def _print_json(job: _Job, trace_file: str | None) -> Answer:
     def save_trace(prefill: PrefillResult) -> None:
         if trace_file is not None:
             with file_named(Path(trace_file)):
-                np.savez_compressed(trace_file, **trace_arrays(prefill))
+                np.savez_compressed(trace_file, allow_pickle=False, **trace_arrays(prefill))
 
     answer, times = timed_answer(job.generator, job.request, trace=save_trace)
     measurements = {
@@ -413,8 +386,8 @@ def _print_json(job: _Job, trace_file: str | None) -> Answer:
     return answer
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -6,7 +6,6 @@ stepprune-score pope --data playground/data/eval --answers A.jsonl
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.benchmarks.layout import DATA
@@ -19,7 +18,7 @@ _NAME = "stepprune-score"
 
 def _build_parser() -> argparse.ArgumentParser:
     """Builds a parser with one sub-command per benchmark."""
-    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
         add = commands.add_parser(name, help=benchmark.headline).add_argument
@@ -79,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(summary(benchmark, score))
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

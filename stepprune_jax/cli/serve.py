@@ -9,7 +9,6 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ from starlette.applications import Starlette
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.command_line import Parser, check_address, exit_with, integer_from
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.int8 import WEIGHTS
-from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import POSITIONS, Budget
-from stepprune_jax.registry import PRUNERS
+from stepprune_jax.registry import resolve_pruner
 from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.batching import Metrics
 from stepprune_jax.serving.engine import EngineBackend
@@ -38,31 +37,18 @@ _NAME = "stepprune-serve"
 # Seconds that a connection may be idle. A shorter time would close connections that a busy client
 # is about to use again.
 KEEP_ALIVE = 75
-_DTYPES = ("bfloat16", "float32", "float16")
 _logger = logging.getLogger("stepprune_jax.serving")  # __name__ may be "__main__".
 
 
 def _build_parser() -> Parser:
     """Builds the parser of the command line, with the flags in groups."""
-    parser = Parser(prog=_NAME, description=(__doc__ or "").partition("\n")[0], compiles=True)
+    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
     add = parser.add_argument_group("model").add_argument
-    add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
+    model_flags.add_model_flags(add)
     add("--name", help="the model's name in requests; default: the last part of --model")
-    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of weights and compute")
-    help_text = "int8: the language model takes half the memory"
-    add("--weights", choices=WEIGHTS, default="full", help=help_text)
-    add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
+    model_flags.add_execution_flags(add)
     add = parser.add_argument_group("defaults of a request").add_argument
-    add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
-    add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
-    help_text = (
-        "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
-    )
-    add("--budget", help=help_text)
-    add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
+    model_flags.add_pruner_flags(add)
     help_text = "position ids of kept tokens; default: compact with an engine, otherwise own"
     add("--positions", choices=POSITIONS, help=help_text)
     add("--max_tokens", type=integer_from(1), default=128, help="length limit of answers")
@@ -81,10 +67,8 @@ def _build_parser() -> Parser:
     help_text = "longest time that a request waits for its batch to fill"
     add("--batch_wait_ms", type=float, default=5.0, help=help_text)
     add = parser.add_argument_group("warm-up").add_argument
-    help_text = (
-        "compile all programs for images up to this size before the server listens; LLaVA and "
-    )
-    help_text += "LLaVA-NeXT need no size"
+    help_text = "compile all programs for images up to this size before the server listens; "
+    help_text += "LLaVA and LLaVA-NeXT need no size"
     add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=help_text)
     help_text = "with --warm_up: number of tokens of the longest text of a prompt"
     add("--warm_up_text", type=integer_from(1), default=128, help=help_text)
@@ -97,10 +81,8 @@ def _build_parser() -> Parser:
     help_text = "largest number of images in a request"
     add("--max_images", type=integer_from(1), default=8, help=help_text)
     add("--image_folder", help="requests may name files inside this folder as file://NAME")
-    help_text = (
-        "let special tokens in a request's text, such as <|im_end|>, act as in the template; "
-    )
-    help_text += "by default they are plain text"
+    help_text = "let special tokens in a request's text, such as <|im_end|>, act as in the "
+    help_text += "template; by default they are plain text"
     add("--allow_special_tokens", action="store_true", help=help_text)
     return parser
 
@@ -120,12 +102,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     flags = _build_parser().parse_args(argv)
     _check_flags(flags)
     has_engine = flags.engine is not None
-    image_options = {
-        "vision_folder": flags.vision_folder,
-        "min_pixels": flags.min_pixels,
-        "max_pixels": flags.max_pixels,
-    }
-    source = inspect_folder(flags.model, **image_options)
+    source = inspect_folder(flags.model, **model_flags.image_options(flags))
     if has_engine and source.config.num_deepstack_layers:
         raise UserError(
             f"--engine: the {source.backbone.name} model adds deep features inside its language "
@@ -134,7 +111,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     extent = _warm_up_extent(flags, source.config)
     budget = flags.budget if flags.mean_budget is None else Budget("mean", flags.mean_budget)
     defaults = Defaults(
-        pruner=flags.pruner,
+        pruner=resolve_pruner(flags.pruner),
         policy=None if flags.policy is None else load_policy_for(source, flags.policy),
         budget=budget,
         positions=flags.positions or ("compact" if has_engine else "own"),
@@ -147,7 +124,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         dtype=jnp.dtype(flags.dtype),
         use="embeddings" if has_engine else "answers",
         weights=flags.weights,
-        **image_options,
+        **model_flags.image_options(flags),
     )
     parser = RequestParser(
         model,
@@ -176,10 +153,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
     if flags.mean_budget is not None and flags.budget is not None:
         raise UserError("--budget and --mean_budget are both given, expected only one of them")
     if flags.engine is not None and flags.weights != "full":
-        raise UserError(
-            f"--weights {flags.weights} applies to a language model in this process, expected no "
-            "--engine"
-        )
+        problem = f"--weights {flags.weights} applies to a language model in this process"
+        raise UserError(f"{problem}, expected no --engine")
     folder = _request_limits(flags).folder
     if folder is not None and not folder.is_dir():
         raise UserError(f"--image_folder {folder} is not a folder, expected an existing folder")
@@ -258,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.evaluation.scores import read_scores
@@ -17,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, module_docstring=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
     flags = parser.parse_args(argv)
@@ -28,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(as_markdown(table), end="")
 
 
-def command() -> NoReturn:
-    """Runs the command and exits."""
+def command() -> None:
+    """Runs the command and exits with its status."""
     exit_with(_NAME, main)
 
 

@@ -26,11 +26,6 @@ from stepprune_jax.user_input import UserError
 _NAME = "train.py"
 
 
-def command() -> None:
-    """Runs the command and exits with its status."""
-    exit_with(_NAME, main, progress="stdout")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains a selector, or reports what the training would cost (`--dry_run`).
 
@@ -42,11 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = Parser(prog=program(_NAME), description=__doc__, compiles=True)
     add_config(parser)
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="check configuration and data, report memory, operations and hours, and exit",
-    )
+    help_text = "check configuration and data, report memory, operations and hours, and exit"
+    parser.add_argument("--dry_run", action="store_true", help=help_text)
     help_text = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
     parser.add_argument("--target", help=help_text)
     parser.add_argument("--profile", metavar="FIRST:LAST", help="updates to profile, from 1")
@@ -64,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     distributed.start()
     signal_number = train(run, flags.workdir, profile_window)
     return signal_status(signal_number)
+
+
+def command() -> None:
+    """Runs the command and exits with its status."""
+    exit_with(_NAME, main, progress="stdout")
 
 
 if __name__ == "__main__":

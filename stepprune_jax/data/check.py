@@ -176,6 +176,6 @@ def _check_images(folder: Path, paths: Sequence[Path]) -> CheckResult:
     notes += [
         f"{paths[i]} is a link that leads out of {folder}: training takes it if its target folder "
         "is in config.data.linked_folders"
-        for i in np.flatnonzero(states == OUTSIDE)
+        for i in np.flatnonzero(states == OUTSIDE).tolist()
     ]
     return CheckResult(IMAGES, len(paths) - len(faults), "images decoded", faults, notes)

@@ -4,6 +4,7 @@ import io
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -69,12 +70,13 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
     """
     if not isinstance(source, (str, Path, bytes, Image.Image)):
         raise TypeError(f"expected a path, bytes or a Pillow image, got {type(source).__name__}")
+    # A file for Pillow, and the start of error messages.
     if isinstance(source, bytes):
-        source, name = io.BytesIO(source), "the image"  # name: start of error messages
+        file, name = io.BytesIO(source), "the image"
     elif isinstance(source, Image.Image):
-        name = repr(source)
+        file, name = "", repr(source)
     else:
-        name = str(source)
+        file, name = source, str(source)
         if not Path(source).is_file():
             raise FileNotFoundError(f"no image file at {name}")
     try:
@@ -83,13 +85,13 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
                 return _to_rgb(source, as_shown)
-            with Image.open(source) as image:
+            with Image.open(file) as image:
                 if image.format == "EPS":
                     raise _RefusedError("is an EPS drawing: convert it to PNG")
                 return _to_rgb(image, as_shown)
     except Exception as error:  # Pillow's decoders may raise any type of error
         if isinstance(error, UnidentifiedImageError):
-            problem = _describe_unknown_file(source)
+            problem = _describe_unknown_file(file)
         else:
             problem = _describe_problem(error)
         raise UserError(f"{name} {problem}") from error
@@ -189,7 +191,8 @@ def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
     if image.mode in ("I", "F"):
         raise _RefusedError("has 32-bit grey values, expected 8 or 16 bits a channel: convert it")
     image.load()  # Pillow turns a TIFF upright here, so the orientation is read afterwards
-    transposition = _UPRIGHT.get(_orientation(image)) if as_shown else None
+    orientation: Any = _orientation(image)
+    transposition = _UPRIGHT.get(orientation) if as_shown else None
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and make nearly every 16-bit image white.
         dtype = ">u2" if image.mode.endswith("B") else "<u2"

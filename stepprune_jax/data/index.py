@@ -214,7 +214,8 @@ def save_index(index: Index, path: Path) -> None:
     name_bytes = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
     try:
         with file_named(temporary_path), temporary_path.open("wb") as file:
-            np.savez(file, **index._asdict() | {"names": name_bytes})
+            arrays: dict[str, Any] = index._asdict() | {"names": name_bytes}
+            np.savez(file, **arrays)
         os.replace(temporary_path, path)
     finally:
         temporary_path.unlink(missing_ok=True)  # on a full disk, an incomplete file remains

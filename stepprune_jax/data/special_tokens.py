@@ -104,8 +104,9 @@ class QuotingTokenizer:
             return self._tokenizer(text, **options)
         for special_token, alias in self._aliases.items():
             text = text.replace(special_token, alias)
-        encoded = self._copy.encode(
-            text.replace(_BREAK, ""), add_special_tokens=options.get("add_special_tokens", True)
+        # `encode_batch` lets other threads run meanwhile; `encode` would hold Python's global lock.
+        (encoded,) = self._copy.encode_batch(
+            [text.replace(_BREAK, "")], add_special_tokens=options.get("add_special_tokens", True)
         )
         ids = [self._id_of_alias.get(token_id, token_id) for token_id in encoded.ids]
         return types.SimpleNamespace(input_ids=ids)

@@ -1,9 +1,9 @@
 """Builds and serves the page with Gradio."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gradio as gr
+import gradio as gr  # pyright: ignore[reportMissingImports]
 from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
@@ -66,9 +66,8 @@ def build(
             gr.Examples([[*example] for example in examples], [image, question])
         inputs = [image, question, method, mode, count_slider]
         outputs = [full_answer, pruned_answer, picture]
-        answer = _make_callback(model, choices)
         triggers = [ask_button.click, question.submit, count_slider.release]
-        gr.on(triggers, answer, inputs, outputs)
+        gr.on(triggers, lambda *values: _answer(model, choices, *values), inputs, outputs)
         method.change(lambda name: _update_controls(choices[name]), method, [mode, count_slider])
         mode.change(lambda mode: gr.update(visible=mode != BY_ITSELF), mode, count_slider)
     return page
@@ -89,45 +88,41 @@ def _update_controls(choice: Choice) -> tuple[Any, Any]:
     return mode_update, gr.update(visible=first_mode != BY_ITSELF)
 
 
-def _make_callback(
-    model: VLM, choices: Mapping[str, Choice]
-) -> Callable[[Image.Image | None, str, str, str, int], tuple[dict, dict, Image.Image]]:
-    """Returns the function that Gradio calls to answer a question.
+def _answer(
+    model: VLM,
+    choices: Mapping[str, Choice],
+    image: Image.Image | None,
+    question: str,
+    method: str,
+    mode: str,
+    count: int,
+) -> tuple[dict, dict, Image.Image]:
+    """Answers a question from all tokens and from the kept tokens, for Gradio.
 
     Args:
         model: the model that answers.
         choices: pruning methods by their names on the page.
+        image: the uploaded image, or None.
+        question: text of the question.
+        method: a key of `choices`.
+        mode: how the number of kept tokens is decided; one of the method's modes.
+        count: number of tokens to keep; the mode may ignore it.
+
+    Returns:
+        Updates of the text boxes with both answers, and the picture of the kept tokens.
+
+    Raises:
+        gr.Error: shows a user error on the page.
     """
-
-    def answer(
-        image: Image.Image | None, question: str, method: str, mode: str, count: int
-    ) -> tuple[dict, dict, Image.Image]:
-        """Answers a question from all tokens and from the kept tokens.
-
-        Args:
-            image: the uploaded image, or None.
-            question: text of the question.
-            method: a key of `choices`.
-            mode: how the number of kept tokens is decided; one of the method's modes.
-            count: number of tokens to keep; the mode may ignore it.
-
-        Returns:
-            Updates of the text boxes with both answers, and the picture of the kept tokens.
-
-        Raises:
-            gr.Error: shows a user error on the page.
-        """
-        if image is None:
-            raise gr.Error("no image is given: upload one", print_exception=False)
-        try:
-            pruner = choices[method].build(mode, count)
-            comparison = compare(model, pruner, image, question)
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from error
-        full = _update_answer("all", *comparison.full)
-        return full, _update_answer("kept", *comparison.pruned), comparison.picture
-
-    return answer
+    if image is None:
+        raise gr.Error("no image is given: upload one", print_exception=False)
+    try:
+        pruner = choices[method].build(mode, count)
+        comparison = compare(model, pruner, image, question)
+    except UserError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    full = _update_answer("all", *comparison.full)
+    return full, _update_answer("kept", *comparison.pruned), comparison.picture
 
 
 def _update_answer(title: str, answer: Answer, times: Times) -> dict:

@@ -83,12 +83,10 @@ def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str,
             policy.check_fits(model.config)
         except UserError:
             continue
-        modes = (EXACTLY,)
+        modes = [EXACTLY]
         if policy.has_stop:
-            modes = (BY_ITSELF, EXACTLY)
-            if policy.calibration is not None:
-                modes = (BY_ITSELF, ON_AVERAGE, EXACTLY)
-        choices[name] = Choice(policy.name, policy, modes)
+            modes = [BY_ITSELF, *([ON_AVERAGE] if policy.calibration else []), EXACTLY]
+        choices[name] = Choice(policy.name, policy, tuple(modes))
     max_tokens = model.config.max_image_tokens
     for name, pruner_type in PRUNERS.items():
         if pruner_type.config_type is not None or "count" not in pruner_type.budgets:

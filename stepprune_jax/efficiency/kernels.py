@@ -94,7 +94,7 @@ def kernels_of(name: str, computations: dict[str, list[str]], trips: int = 0) ->
     for instruction in computations[name]:
         operation = opcode(instruction)
         if operation == "call":
-            called_name = _CALLED.search(instruction).group(1)
+            (called_name,) = _CALLED.findall(instruction)
             num_kernels += kernels_of(called_name, computations, trips)
         elif operation == "conditional":
             # Joins the two forms of the attribute: a list of names, or one name each for true and

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax import policy
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.efficiency.kernels import count_kernels
+from stepprune_jax.evaluation.calibrate import stop_bias_for
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
@@ -26,7 +26,7 @@ from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.parallel.programs import watch_programs
 from stepprune_jax.policy.selection import BLOCK
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.selectors import StepPrune
+from stepprune_jax.selectors import Policy, StepPrune
 
 
 class BenchRow(NamedTuple):
@@ -81,7 +81,9 @@ def random_batch(backbone: Backbone, batch_size: int, num_text_tokens: int) -> B
         )
     )
     # Excludes special ids, which are below 3 or from the image token on.
-    end_id = min(config.text.vocab_size - 1, config.image_token_id)
+    end_id = config.text.vocab_size - 1
+    if config.image_token_id is not None:
+        end_id = min(end_id, config.image_token_id)
     text_ids = rng.integers(3, end_id, (batch_size, num_text_tokens), np.int32)
     prompt_ids = np.insert(text_ids, num_text_tokens // 2, IMAGE_TOKEN, axis=1)
     indices = np.arange(batch_size, dtype=np.int32)  # Prompt i has image i and the number i.
@@ -108,7 +110,7 @@ def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
         The row with the calibrated stop bias. A row without a mean budget is returned unchanged.
     """
     pruner, model = row.pruner, bench.model
-    if row.budget.kind != "mean":
+    if row.budget.kind != "mean" or not isinstance(pruner, Policy):
         return row
     vision = to_host(pipeline.encode(model, batch.images, pruner.taps(model.config)))
     batch_size, num_visual_tokens = len(batch.prompts.length), vision.features.shape[1]
@@ -117,17 +119,8 @@ def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
     ranking, _ = rank_all(
         model, pruner, batch.prompts, vision, steps=max_steps, batch_size=batch_size
     )
-    margins = jnp.asarray(ranking.margin)
-    # Unavailable stops have infinite margins. A bias beyond all finite margins stops everywhere or
-    # nowhere, so the search needs no larger bias.
-    largest_margin = jnp.max(jnp.abs(margins), where=jnp.isfinite(margins), initial=0)
-    stop_bias = policy.calibrate_stop_bias(
-        margins,
-        row.budget.value,
-        min_tokens=pruner.min_tokens,
-        max_bias=largest_margin + 1,
-    )
-    return row._replace(pruner=pruner.replace(stop_bias=stop_bias))
+    stop_bias = stop_bias_for(pruner, np.asarray(ranking.margin), float(row.budget.number))
+    return row._replace(pruner=pruner.replace(stop_bias=jnp.float32(stop_bias)))
 
 
 def measure(
@@ -218,7 +211,7 @@ def _time_answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
     tower_seconds, start_time = time.perf_counter() - start_time, time.perf_counter()
     planned_batch = plan_batch(model, row.pruner, batch.prompts, vision, options)
-    jax.block_until_ready(pipeline.select(model, planned_batch).kept)
+    jax.block_until_ready(pipeline.select(model, planned_batch))
     selector_seconds = time.perf_counter() - start_time
     start_time = time.perf_counter()
     inputs = model, row.pruner, batch.prompts, batch.images, options, sampling
@@ -300,16 +293,16 @@ def count_tflops(
     """
     if kept is None:
         schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)
-        kept = schedule.enter or row.budget.value or schedule.most
+        kept = float(schedule.enter or row.budget.value or schedule.most)
     num_text = int(batch.prompts.length[0]) - 1  # The image has one id in the prompt.
-    grid, num_kept = tuple(map(int, batch.images.grid[0])), round(float(kept))
+    num_rows, num_columns = map(int, batch.images.grid[0])
     flops = first_token_flops(
         backbone,
         row.pruner.without_weights,
-        grid,
+        (num_rows, num_columns),
         num_text_tokens=num_text,
         num_words=num_text,
-        num_kept=num_kept,
+        num_kept=round(float(kept)),
     )
     batch_size = len(batch.prompts.length)
     return {stage: batch_size * count / 1e12 for stage, count in flops.items()}

@@ -20,11 +20,10 @@ def _read_configs(*names: str) -> dict[str, JsonObject]:
 
 
 MODELS = _read_configs("llava-7b", "llava-13b", "mid")
-QWEN_MODELS = _read_configs(
-    "qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-4b", "qwen3-vl-2b"
+KNOWN = MODELS | _read_configs(
+    *("qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-4b", "qwen3-vl-2b"),
+    "llava-next-7b",
 )
-TILED_MODELS = _read_configs("llava-next-7b")
-KNOWN = MODELS | QWEN_MODELS | TILED_MODELS
 
 
 def find_backbone(name: str) -> Backbone:

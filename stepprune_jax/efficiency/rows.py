@@ -14,7 +14,7 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Budget
-from stepprune_jax.registry import PRUNERS, build_pruner, read_options, selector_of
+from stepprune_jax.registry import PRUNERS, build_pruner, read_options, resolve_pruner, selector_of
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, expect
 
@@ -80,7 +80,8 @@ def read_rows(
     """Builds rows from their names, with the shapes of trained parameters instead of the arrays.
 
     Args:
-        names: "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner.
+        names: "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner. PRUNER is
+            any text for `resolve_pruner`.
         config: the model's configuration.
         decoder_layers: number of layers of a policy's decoder.
         dtype: dtype of policies, "float32" or "bfloat16".
@@ -101,6 +102,7 @@ def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -
     pruner_and_budget, _, option_texts = name.partition(" ")
     options = read_options("--rows", option_texts.split())
     pruner_name, _, budget = pruner_and_budget.partition("@")
+    pruner_name = resolve_pruner(pruner_name)
     config_type = getattr(PRUNERS.get(pruner_name), "config_type", None)  # None: not trained.
     policy = None
     if config_type is not None:

@@ -9,6 +9,8 @@ import jax
 
 from stepprune_jax.evaluation.cells import markdown_rows
 
+_PRECISION_FLAG = "jax_default_matmul_precision"  # `jax.config` declares no such attribute.
+
 
 def environment() -> dict[str, str | int]:
     """Describes the machine and the software of a measurement.
@@ -33,7 +35,7 @@ def environment() -> dict[str, str | int]:
         "cores": os.cpu_count() or 1,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "matmul_precision": str(jax.config.jax_default_matmul_precision),
+        "matmul_precision": str(getattr(jax.config, _PRECISION_FLAG)),
         "flags": " ".join(f"{name}={value}" for name, value in sorted(jax_flags.items())) or "none",
         "commit": _commit(),
     }

@@ -39,11 +39,13 @@ def _random_leaf(
         key: random key.
     """
     if isinstance(leaf, Int8Kernel):
-        integers, scale = leaf
+        integers, scales = jax.tree.leaves(leaf)
         # As a float kernel, the quantized kernel has the variance 1 / fan-in.
-        scale_value = leaf.shape[-2] ** -0.5 / _INT8_DEVIATION
-        scales = jnp.full(scale.shape, scale_value, scale.dtype, device=scale.sharding)
-        return Int8Kernel(_random_leaf("kernel", integers, key), scales)
+        scale = leaf.shape[-2] ** -0.5 / _INT8_DEVIATION
+        sample = _compiled_sampler("kernel", integers.shape, integers.dtype, integers.sharding)
+        return Int8Kernel(
+            sample(key), jnp.full(scales.shape, scale, scales.dtype, device=scales.sharding)
+        )
     return _compiled_sampler(kind, leaf.shape, leaf.dtype, leaf.sharding)(key)
 
 

@@ -1,5 +1,6 @@
-"""Evaluation: one rollout per policy and question, with all budgets as prefixes of one order.
+"""Evaluation: answers benchmarks with pruning methods at several budgets, and tabulates the scores.
 
-`evaluate.evaluate` runs it. The package `benchmarks` scores the answers and does not import jax;
+`cli.evaluate` runs an evaluation: `generate_stage` writes answer files, `scores` scores them, and
+`table` builds the results table. The package `benchmarks` scores answers and does not import jax;
 neither does this file.
 """

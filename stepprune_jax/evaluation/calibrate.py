@@ -32,21 +32,21 @@ from stepprune_jax.selectors.calibration import calibrate, count_stops, log_stop
 from stepprune_jax.user_input import UserError
 
 FILE = "stop_biases.json"
-Biases = Mapping[str, Mapping[int | str, float]]  # stop bias by row name and budget
+Biases = Mapping[str, Mapping[int | str, float]]  # stop bias by label of the policy and budget
 
 
 class CalibrationSet(NamedTuple):
     """Questions with an image for computing stop biases.
 
     Attributes:
-        about: fields that identify the questions in the file of biases.
+        identity: fields that identify the questions in the file of biases.
         questions: the questions.
-        decimals: number of decimals to which biases are rounded; None does not round. An unrounded
+        decimals: biases are rounded to this number of decimals; None does not round. An unrounded
             bias is minus the stop margin of some step of some question. Floating-point errors then
             decide whether this question stops at the step, so its count depends on the batch size.
     """
 
-    about: Mapping[str, str]
+    identity: Mapping[str, str]
     questions: Sequence[Question | BenchmarkQuestion]
     decimals: int | None = None
 
@@ -75,7 +75,7 @@ class StopBiases(NamedTuple):
     Attributes:
         path: the file.
         model: fields that identify the model.
-        digests: digest of each policy by row name.
+        digests: digest of each policy by label.
         budgets: budgets that need a bias.
     """
 
@@ -85,23 +85,20 @@ class StopBiases(NamedTuple):
     budgets: Sequence[int | str]
 
     def read_cached(self, sample: CalibrationSet) -> Biases:
-        """Reads the cached biases by row name and budget.
+        """Reads the cached biases by label and budget.
 
         Args:
             sample: the questions that the biases must have been calibrated on.
 
         Returns:
-            The biases. A row is omitted unless all of its budgets have a bias.
+            The biases. A label is omitted unless all of its budgets have a bias.
         """
-        records = self._read_records()
-        cached_biases = {
-            name: self._find_record(records, name, sample)["biases"] for name in self.digests
-        }
-        return {
-            name: {budget: biases[str(budget)] for budget in self.budgets}
-            for name, biases in cached_biases.items()
-            if {str(budget) for budget in self.budgets} <= biases.keys()
-        }
+        records, cached_biases = self._read_records(), {}
+        for label in self.digests:
+            biases = self._find_record(records, label, sample)["biases"]
+            if {str(budget) for budget in self.budgets} <= biases.keys():
+                cached_biases[label] = {budget: biases[str(budget)] for budget in self.budgets}
+        return cached_biases
 
     def compute(
         self,
@@ -117,31 +114,34 @@ class StopBiases(NamedTuple):
 
         Args:
             model: the model.
-            policies: the policies by row name.
+            policies: the policies by label.
             sample: questions to calibrate on.
             execution: execution options of the model's layers.
             batch_size: questions per batch.
 
         Returns:
-            The biases by row name and budget.
+            The biases by label and budget.
         """
 
         def compute_missing() -> Biases:
             records = self._read_records()
-            for name in self.digests if distributed.is_main() else ():
-                record = self._find_record(records, name, sample)
+            for label in self.digests if distributed.is_main() else ():
+                record = self._find_record(records, label, sample)
                 budgets = [b for b in self.budgets if str(b) not in record["biases"]]
                 if not budgets:
                     continue
-                policy = policies[name]
+                policy = policies[label]
                 margins = stop_margins(model, policy, sample.questions, execution, batch_size)
-                biases = stop_biases(policy, margins, budgets)
-                if sample.decimals is not None:
-                    biases = [round(bias, sample.decimals) for bias in biases]
-                record["biases"] |= dict(zip(map(str, budgets), biases, strict=True))
+                for budget in budgets:
+                    parsed = Budget.parse(budget)
+                    counts = [parsed.exact_count(int(size)) for size in margins.sizes]
+                    bias = stop_bias_for(policy, margins.margin, np.mean(counts))
+                    if sample.decimals is not None:
+                        bias = round(bias, sample.decimals)
+                    record["biases"][str(budget)] = bias
                 record["questions"] = len(sample.questions)
-                if record not in records.setdefault(name, []):
-                    records[name].append(record)
+                if record not in records.setdefault(label, []):
+                    records[label].append(record)
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(self.path, records)
             return self.read_cached(sample)
@@ -149,31 +149,31 @@ class StopBiases(NamedTuple):
         return distributed.main_first(compute_missing) if self.digests else {}
 
     def _read_records(self) -> dict[str, list[JsonObject]]:
-        """Reads the file: by row name, one record for each policy, model and sample."""
+        """Reads the file: by label, one record for each policy, model and sample."""
         return read_json_object(self.path) if self.path.is_file() else {}
 
     def _find_record(
-        self, records: Mapping[str, list[JsonObject]], name: str, sample: CalibrationSet
+        self, records: Mapping[str, list[JsonObject]], label: str, sample: CalibrationSet
     ) -> JsonObject:
-        """Returns the record of a row's policy with this model and sample.
+        """Returns the record of a policy with this model and sample.
 
         Args:
             records: content of the file, from `_read_records`.
-            name: name of the row.
+            label: label of the policy.
             sample: the questions that the biases must have been calibrated on.
 
         Returns:
             The record in `records`, or a new record without biases that is not in `records`.
         """
-        identity = {"policy": self.digests[name], **self.model, **sample.about}
-        for record in records.get(name, []):
+        identity = {"policy": self.digests[label], **self.model, **sample.identity}
+        for record in records.get(label, []):
             # Further fields of a record are results, not part of its identity.
             if {key: record[key] for key in record.keys() - {"biases", "questions"}} == identity:
                 return record
         return {**identity, "biases": {}}
 
 
-def spread(
+def sample_evenly(
     questions_of: Mapping[str, Sequence[BenchmarkQuestion]], question_limit: int
 ) -> list[BenchmarkQuestion]:
     """Samples questions with an image at regular intervals, the same number per benchmark.
@@ -187,7 +187,7 @@ def spread(
         `question_limit` is smaller than the number of benchmarks.
 
     Raises:
-        ValueError: no question has an image.
+        UserError: no question has an image.
     """
     limit_per_benchmark = max(1, question_limit // len(questions_of)) if question_limit else 0
     sampled_questions = []
@@ -236,10 +236,9 @@ def stop_margins(
                 batch_size=batch_size,
             )
             # A chunk of small images has fewer steps. An infinite margin is the end of a rollout.
-            num_padded_steps = max_steps - ranking.margin.shape[1]
-            margin_chunks.append(
-                np.pad(ranking.margin, ((0, 0), (0, num_padded_steps)), constant_values=np.inf)
-            )
+            margin = np.asarray(ranking.margin)
+            padding = (0, 0), (0, max_steps - margin.shape[1])
+            margin_chunks.append(np.pad(margin, padding, constant_values=np.inf))
             image_sizes.append(encoded.sizes)
             bar.update(len(encoded.sizes))
     return Margins(np.concatenate(margin_chunks), np.concatenate(image_sizes))
@@ -275,26 +274,20 @@ def calibrate_policy(
     return policy.replace(calibration=calibration)
 
 
-def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
-    """Computes the stop bias with which a policy meets each budget on average.
+def stop_bias_for(
+    policy: Policy, margin: Float[np.ndarray, "q t"], target_mean: float | np.floating
+) -> float:
+    """Computes the stop bias with which a policy keeps `target_mean` tokens on average.
 
     Args:
         policy: the policy.
-        margins: stop margins of the policy on the calibration questions.
-        budgets: numbers of tokens, or fractions of each image's tokens such as "1/3", see
-            `Budget.parse`.
-
-    Returns:
-        One bias per budget.
+        margin: [q, t] stop margins of the policy on q questions, as in `Margins.margin`.
+        target_mean: mean number of tokens to keep.
     """
-    min_tokens = min(policy.min_tokens, margins.margin.shape[1])
-    margin = jnp.asarray(margins.margin)
+    margins = jnp.asarray(margin)
     # This bias stops every question at the minimum count, and its negative stops no question before
     # the last step. The search between the two biases therefore covers all counts.
-    max_bias = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
-    biases = []
-    for budget in map(Budget.parse, budgets):
-        target_mean = np.mean([budget.count(int(size)) for size in margins.sizes])
-        bias = calibrate_stop_bias(margin, target_mean, min_tokens=min_tokens, max_bias=max_bias)
-        biases.append(float(bias))
-    return biases
+    max_bias = float(jnp.max(jnp.abs(margins), where=jnp.isfinite(margins), initial=0)) + 1
+    min_tokens = min(policy.min_tokens, margins.shape[1])
+    bias = calibrate_stop_bias(margins, target_mean, min_tokens=min_tokens, max_bias=max_bias)
+    return float(bias)

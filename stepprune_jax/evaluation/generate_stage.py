@@ -34,7 +34,13 @@ from stepprune_jax.benchmarks.answer_files import (
     find_unanswered,
 )
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.evaluation.calibrate import FILE, Biases, CalibrationSet, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import (
+    FILE,
+    Biases,
+    CalibrationSet,
+    StopBiases,
+    sample_evenly,
+)
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
@@ -60,14 +66,14 @@ def generate_answers(
     Args:
         run: settings of the evaluation.
         workdir: folder of the run. If there are several processes, all must see this folder.
-        policy: policy of the default row; None selects the policy that was trained in `workdir`.
+        policy: the policy to evaluate; None selects the policy that was trained in `workdir`.
 
     Returns:
         The folder of answer files by benchmark: workdir/answers/BENCHMARK.
 
     Raises:
         FileNotFoundError: a question file, image or policy is missing.
-        ValueError: a setting does not fit the model, an answer file belongs to other settings, or
+        UserError: a setting does not fit the model, an answer file belongs to other settings, or
             some questions gave logits that are not finite.
     """
     folder = Path(workdir) / ANSWERS
@@ -78,10 +84,8 @@ def generate_answers(
     run.model.execution.check_backend()
     max_positions = source.config.text.max_positions
     expected = f"at most {max_positions}, the positions that the model was trained with"
-    for task in tasks:
-        max_tokens = task.options.max_tokens
-        is_valid = max_tokens <= max_positions
-        expect("config.eval.max_new_tokens", max_tokens, is_valid, expected)
+    for max_tokens in (task.options.max_tokens for task in tasks):
+        expect("config.eval.max_new_tokens", max_tokens, max_tokens <= max_positions, expected)
     answer_tasks(tasks, lambda: load_model(run))
     return {task.benchmark.name: folder / task.benchmark.name for task in tasks}
 
@@ -96,7 +100,8 @@ def load_model(run: EvaluationRun) -> VLM:
         jnp.dtype(run.model.dtype),
         vision_folder=vision_folder,
         weights=run.model.weights,
-        **run.model.image_bounds,
+        min_pixels=run.model.min_pixels,
+        max_pixels=run.model.max_pixels,
     )
 
 
@@ -108,17 +113,14 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
         load: loads the model. Not called if all questions are answered.
 
     Raises:
-        ValueError: some questions gave logits that are not finite. All other answers are written.
+        UserError: some questions gave logits that are not finite. All other answers are written.
     """
     # All tasks are checked first, so a file of another run is refused before the model is loaded.
-    incomplete_tasks = [task for task in tasks if task.is_missing()]
+    incomplete_tasks = [task for task in tasks if task.is_incomplete()]
     if not incomplete_tasks:
         return
-    model, problems = load(), []
-    for task in incomplete_tasks:
-        problem = task.run(model)
-        if problem:
-            problems.append(problem)
+    model = load()
+    problems = list(filter(None, [task.run(model) for task in incomplete_tasks]))
     message = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
     distributed.together(lambda: require(not problems, message))
 
@@ -137,22 +139,20 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
     """
     run, names = conditions.run, conditions.settings.benchmark_names
     questions_of = {name: run.questions(name) for name in names}
-    uncalibrated = {
-        name: questions
+    samples: dict[str, CalibrationSet] = {}
+    if any(policy.has_stop for policy in conditions.policies.values()):
+        without_split = [name for name in names if not BENCHMARKS[name].calibration]
+        if without_split:
+            question_limit = conditions.settings.validation_questions
+            questions = sample_evenly(
+                {name: questions_of[name] for name in without_split}, question_limit
+            )
+            samples = dict.fromkeys(without_split, CalibrationSet({}, questions, decimals=3))
+        samples |= {name: read_sample(run, name) for name in names if name not in without_split}
+    return [
+        Task(conditions, BENCHMARKS[name], questions, samples.get(name))
         for name, questions in questions_of.items()
-        if not BENCHMARKS[name].calibration
-    }
-    has_stop = any(policy.has_stop for policy in conditions.policies.values())
-    shared_sample, tasks = None, []
-    if uncalibrated and has_stop:
-        question_limit = conditions.settings.validation_questions
-        shared_sample = CalibrationSet({}, spread(uncalibrated, question_limit), decimals=3)
-    for name, questions in questions_of.items():
-        sample = shared_sample
-        if name not in uncalibrated:
-            sample = read_sample(run, name) if has_stop else None
-        tasks.append(Task(conditions, BENCHMARKS[name], questions, sample))
-    return tasks
+    ]
 
 
 def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
@@ -166,7 +166,9 @@ def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
     all_questions = benchmark.read_questions(root, benchmark.calibration)
     indices = spread_over(len(all_questions), run.eval.validation_questions)
     questions = [all_questions[index] for index in indices]
-    sample_digest = digest([f"{question.image.name} {question.text}" for question in questions])
+    sample_digest = digest(
+        [f"{q.image.name} {q.text}" for q in questions if isinstance(q.image, Path)]
+    )
     return CalibrationSet({"split": "validation", "sample": sample_digest}, questions)
 
 
@@ -174,14 +176,14 @@ class _OpenRow(NamedTuple):
     """A row of the table, for one benchmark. Built when a task opens its answer files.
 
     Attributes:
-        row: the pruning method and its budget.
+        method: the pruning method and its budget.
         file: the answer file of the row.
-        missing: indices of the questions that the file does not answer.
+        unanswered: indices of the questions that the file does not answer.
     """
 
-    row: TableRow
+    method: TableRow
     file: AnswerFile
-    missing: frozenset[int]
+    unanswered: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,49 +211,44 @@ class Task:
         return RunOptions(max_tokens, settings.positions, execution=run.model.execution)
 
     @property
+    def _stop_policies(self) -> dict[str, Policy]:
+        """The policies with a learned stop by label."""
+        policies = self.conditions.policies.items()
+        return {
+            label: policy
+            for label, policy in policies
+            if isinstance(policy, Policy) and policy.has_stop
+        }
+
+    @property
     def _stop_biases(self) -> StopBiases:
         """The file of stop biases of the run, for its policies with a learned stop."""
         conditions = self.conditions
-        digests = {
-            name: policy_digest
-            for name, policy_digest in conditions.digests.items()
-            if conditions.policies[name].has_stop
-        }
+        digests = {label: conditions.digests[label] for label in self._stop_policies}
         model_fields = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
         model_fields |= conditions.source.config.image_bounds
         path = conditions.folder / FILE
         return StopBiases(path, model_fields, digests, conditions.settings.budgets)
 
-    def _plan_files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
-        """Plans the rows of the table, and the answer file of each.
-
-        Args:
-            biases: stop biases. A policy without biases has no rows with mean budgets.
-        """
-        rows = self.conditions.rows(biases)
-        files = self.conditions.files(rows, self.benchmark, self.questions)
-        return list(zip(rows, files, strict=True))
-
-    def is_missing(self) -> bool:
-        """Returns whether an answer or a stop bias is missing. All processes must call this.
+    def is_incomplete(self) -> bool:
+        """Returns whether an answer or a stop bias is missing. All processes must call this method.
 
         Raises:
-            ValueError: an answer file belongs to a run with other conditions.
+            UserError: an answer file belongs to a run with other conditions.
         """
 
-        def has_missing() -> bool:
+        def has_gap() -> bool:
             biases = {} if self.sample is None else self._stop_biases.read_cached(self.sample)
-            files = [file for _, file in self._plan_files(biases)]
+            rows = self.conditions.rows(biases)
+            files = self.conditions.files(rows, self.benchmark, self.questions)
             for file in files:
                 check_claim(file)
-            lacks_bias = (
-                self.sample is not None and biases.keys() < self._stop_biases.digests.keys()
-            )
+            lacks_bias = self.sample is not None and biases.keys() < self._stop_policies.keys()
             # The list is complete before `any`, because `find_unanswered` also repairs each file.
             return lacks_bias or any([find_unanswered(file, self.questions) for file in files])
 
         # `any_process` also waits until all processes have read the files, before one writes.
-        return distributed.any_process(distributed.main_first(has_missing))
+        return distributed.any_process(distributed.main_first(has_gap))
 
     def run(self, model: VLM) -> str:
         """Answers the missing questions in all rows. All processes share the questions.
@@ -270,20 +267,20 @@ class Task:
         biases = {}
         if self.sample is not None:
             biases = self._stop_biases.compute(
-                model, self.conditions.policies, self.sample, run.model.execution, batch_size
+                model, self._stop_policies, self.sample, run.model.execution, batch_size
             )
-        rows = self._open_files(self._plan_files(biases))
+        rows = self._open_files(biases)
         answerer = _Answerer(self, model, batch_size, rows)
-        missing_indices = sorted(frozenset().union(*(row.missing for row in rows)))
-        chunks = share(
-            missing_indices,
+        unanswered_indices = sorted(frozenset().union(*(row.unanswered for row in rows)))
+        chunks = split_chunks(
+            unanswered_indices,
             chunk_size(model, batch_size),
             process_index=jax.process_index(),
             num_processes=jax.process_count(),
         )
         local_indices = frozenset(itertools.chain.from_iterable(chunks))
         with tqdm(
-            total=sum(len(local_indices & row.missing) for row in rows),
+            total=sum(len(local_indices & row.unanswered) for row in rows),
             desc=self.benchmark.name,
             unit="answer",
             mininterval=0.2 if sys.stderr.isatty() else 10,
@@ -300,20 +297,22 @@ class Task:
         ids = [self.questions[index].question_id for index in sorted(answerer.not_finite)]
         return f"{self.benchmark.name}: {listed('question', ids)}" if ids else ""
 
-    def _open_files(self, planned_files: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
-        """Creates the answer files that do not exist, and finds the missing answers of all files.
+    def _open_files(self, biases: Biases) -> list[_OpenRow]:
+        """Plans all rows, creates their answer files, and finds the missing answers of each file.
 
         Args:
-            planned_files: the rows with their answer files, from `_plan_files`.
+            biases: stop biases. A policy without biases has no rows with mean budgets.
         """
+        table_rows = self.conditions.rows(biases)
+        files = self.conditions.files(table_rows, self.benchmark, self.questions)
 
         def open_all() -> list[_OpenRow]:
             if distributed.is_main():
-                for _, file in planned_files:
+                for file in files:
                     claim(file)
             return [
                 _OpenRow(row, file, frozenset(find_unanswered(file, self.questions)))
-                for row, file in planned_files
+                for row, file in zip(table_rows, files, strict=True)
             ]
 
         open_rows = distributed.main_first(open_all)
@@ -337,14 +336,12 @@ def _count_bound(row: TableRow, num_kept: int, num_tokens: int) -> dict[str, str
     if row.budget.kind != "adaptive" or not isinstance(pruner, Policy) or not pruner.has_stop:
         return {}
     min_tokens, max_tokens = pruner.min_tokens, min(num_tokens, pruner.longest(num_tokens))
-    if min_tokens >= max_tokens:
+    if min_tokens >= max_tokens or min_tokens < num_kept < max_tokens:
         return {}
-    if num_kept >= max_tokens:
-        return {BOUND: "T_max"}
-    return {BOUND: "minimum"} if num_kept <= min_tokens else {}
+    return {BOUND: "T_max" if num_kept >= max_tokens else "minimum"}
 
 
-def share(
+def split_chunks(
     indices: Sequence[int], chunk_length: int, *, process_index: int, num_processes: int
 ) -> list[list[int]]:
     """Returns the chunks of questions that one process answers.
@@ -395,7 +392,9 @@ class _Answerer:
         padded_counts = None
         if not model.config.sizes_vary:
             num_tokens = conditions.num_tokens
-            max_counts = [row.row.pruner.schedule(model.config, num_tokens).bound for row in rows]
+            max_counts = [
+                row.method.pruner.schedule(model.config, num_tokens).bound for row in rows
+            ]
             padded_counts = tuple(sorted({*max_counts, num_tokens}))
         self._batching = Batching(batch_size, padded_counts, WIDTHS)
         with_image = [
@@ -413,25 +412,30 @@ class _Answerer:
             chunk: indices of the questions.
             bar: progress bar, which counts answers.
         """
-        missing_in_rows = [
-            (row, [index for index in chunk if index in row.missing]) for row in self._rows
+        # Pairs (row, indices of its unanswered questions in this chunk).
+        unanswered_in_rows = [
+            (row, indices)
+            for row in self._rows
+            if (indices := [index for index in chunk if index in row.unanswered])
         ]
-        missing_in_rows = [(row, missing) for row, missing in missing_in_rows if missing]
-        if not missing_in_rows:
+        if not unanswered_in_rows:
             return
         model, questions = self._model, self._task.questions
+        pruners = [row.method.pruner for row, _ in unanswered_in_rows]
         encoded = encode_questions(
             model,
             [questions[index] for index in chunk],
             batch_size=self._batching.batch_size,
-            taps=[tap for row, _ in missing_in_rows for tap in row.row.pruner.taps(model.config)],
+            taps=[tap for pruner in pruners for tap in pruner.taps(model.config)],
             execution=self._options.execution,
             numbers=chunk,
         )
         lines_without_image = self._answer_without_image(encoded)
         with_image = encoded.take(np.flatnonzero(encoded.prompts.has_image))
         # Rows that differ only in their budget are adjacent.
-        for _, group in itertools.groupby(missing_in_rows, lambda pair: pair[0].row.shared):
+        for _, group in itertools.groupby(
+            unanswered_in_rows, lambda pair: pair[0].method.method_key
+        ):
             self._answer_group(list(group), with_image, lines_without_image, bar)
 
     def _answer_group(
@@ -453,27 +457,27 @@ class _Answerer:
         """
         # Positions in `with_image` of the unanswered questions of each row.
         positions_of_rows = [
-            np.flatnonzero(np.isin(with_image.prompts.number, missing)) for _, missing in group
+            np.flatnonzero(np.isin(with_image.prompts.number, indices)) for _, indices in group
         ]
-        pruners = [row.row.pruner for row, _ in group]
+        pruners = [row.method.pruner for row, _ in group]
         generator = Generator(self._model, pruners[0], options=self._options)
         variants = list(zip(pruners, positions_of_rows, strict=True))
         answers_of_rows = generator.answer_set(with_image, self._batching, variants, partial=True)
-        for (row, missing), positions, answers in zip(
+        for (row, indices), positions, answers in zip(
             group, positions_of_rows, answers_of_rows, strict=True
         ):
             bar.set_postfix_str(row.file.path.stem, refresh=False)
-            lines = self._make_lines(with_image.take(positions), row.row, answers)
+            lines = self._make_lines(with_image.take(positions), row.method, answers)
             lines |= lines_without_image
             objects = []
-            for index in missing:
+            for index in indices:
                 if index in lines:
                     question = self._task.questions[index]
                     objects.append(answer_object(row.file, index, question, lines[index]))
                 else:
                     self.not_finite.add(index)
             append(row.file.part(jax.process_index()), objects)
-            bar.update(len(missing))
+            bar.update(len(indices))
 
     def _make_lines(
         self, with_image: EncodedQuestions, row: TableRow, answers: Answers

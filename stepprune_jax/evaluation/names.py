@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-ALL = "all tokens"
+ALL, BLIND = "all tokens", "no image"
 DOWNSAMPLED = "downsample"
 # Row of the policy that the run in the working directory trained.
 DEFAULT = "StepPrune"

@@ -1,10 +1,14 @@
-"""Plans the rows of a table, each a pruning method at a budget, and their answer files."""
+"""Plans the rows of the results table and their answer files.
+
+A row is a pruning method at one token budget. Rows that differ only in their budget share a label,
+the name that the table shows.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
@@ -15,7 +19,7 @@ from stepprune_jax.evaluation.names import learned_stop
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.registry import PRUNERS, build_pruner, option_types, user_digest
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, local_path
 
@@ -24,11 +28,11 @@ class TableRow(NamedTuple):
     """One row of a table: a pruning method at one budget. Built by `plan_rows`.
 
     Attributes:
-        label: name of the row in tables.
+        label: name of the row in the table.
         budget: number of tokens to keep.
         pruner: the pruning method with this budget.
-        policy: name of the row's policy in `Conditions.policies`; None for a method without
-            weights.
+        policy: label of the method's policy, a key of `Conditions.policies`; None for a method
+            without weights.
     """
 
     label: str
@@ -47,10 +51,12 @@ class TableRow(NamedTuple):
         For a mean budget, the result is the mean over images. For a learned stop without a budget,
         it is None.
         """
-        return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
+        if self.budget.kind == "mean":
+            return int(self.budget.number)
+        return self.budget.count(num_tokens)
 
     @property
-    def shared(self) -> tuple[Pruner, str | None]:
+    def method_key(self) -> tuple[Pruner, str | None]:
         """A key that is equal for rows that differ only in their budget."""
         return dataclasses.replace(self.pruner.without_weights, budget=Budget()), self.policy
 
@@ -71,9 +77,9 @@ def plan_rows(
     Args:
         settings: settings of the evaluation.
         config: configuration of the model.
-        policies: the policies by row name.
-        biases: stop biases by row name and budget. A stop bias makes a learned stop meet a budget
-            on average.
+        policies: the policies by label.
+        biases: stop biases by label and budget. A stop bias makes a learned stop meet a budget on
+            average.
         seed: seed of random methods.
 
     Returns:
@@ -81,13 +87,14 @@ def plan_rows(
         names it.
 
     Raises:
-        ValueError: a method that `settings.methods` names does not support the model, or an option
+        UserError: a method that `settings.methods` names does not support the model, or an option
             is invalid.
     """
     rows = _plan_untrained_rows(settings, config, seed)
-    for name, policy in policies.items():
-        rows += _plan_policy_rows(settings, config.max_image_tokens, name, policy, biases.get(name))
-    return [row for row in rows if settings.wants(row.policy or row.label)]
+    max_image_tokens = config.max_image_tokens
+    for label, policy in policies.items():
+        rows += _plan_policy_rows(settings, max_image_tokens, label, policy, biases.get(label))
+    return [row for row in rows if settings.is_selected(row.policy or row.label)]
 
 
 def _plan_untrained_rows(settings: EvalSettings, config: ModelConfig, seed: int) -> list[TableRow]:
@@ -99,7 +106,7 @@ def _plan_untrained_rows(settings: EvalSettings, config: ModelConfig, seed: int)
         seed: seed of random methods.
 
     Raises:
-        ValueError: as described in `plan_rows`.
+        UserError: as described in `plan_rows`.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows = []
@@ -108,13 +115,14 @@ def _plan_untrained_rows(settings: EvalSettings, config: ModelConfig, seed: int)
             continue
         options = {"seed": seed} if method.is_random else {}
         options |= settings.pruner_options.get(name, {})
-        # The unpruned model is a method whose only budget is all tokens.
-        for budget in [Budget()] if method.budgets == ("all",) else budgets:
+        # All tokens and no tokens are methods with a single budget.
+        has_one_budget = len(method.budgets) == 1
+        for budget in [method.default_budget()] if has_one_budget else budgets:
             pruner = build_pruner(name, budget, options=options)
             try:
                 pruner.check(config, config.max_image_tokens)
             except UserError:
-                if settings.names(method.label):
+                if settings.is_named(method.label):
                     raise
                 continue
             rows.append(TableRow(method.label, budget, pruner))
@@ -124,7 +132,7 @@ def _plan_untrained_rows(settings: EvalSettings, config: ModelConfig, seed: int)
 def _plan_policy_rows(
     settings: EvalSettings,
     num_tokens: int,
-    name: str,
+    label: str,
     policy: TrainedPruner,
     biases: Mapping[int | str, float] | None,
 ) -> list[TableRow]:
@@ -133,34 +141,29 @@ def _plan_policy_rows(
     Args:
         settings: settings of the evaluation.
         num_tokens: visual tokens of the largest image.
-        name: name of the policy's rows.
+        label: label of the policy.
         policy: the policy.
         biases: stop bias for each budget of the settings. If None, a policy with a learned stop has
             exact budgets only.
     """
+
+    def make_row(row_label: str, budget: Budget, **arguments: Any) -> TableRow:
+        pruner = build_pruner(None, budget, policy=policy, **arguments)
+        return TableRow(row_label, budget, pruner, policy=label)
+
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     options = settings.pruner_options.get(policy.name)
-    rows = [
-        TableRow(name, budget, build_pruner(None, budget, policy=policy, options=options), name)
-        for budget in budgets
-    ]
-    # Instead of a learned stop, some methods keep all tokens with a score above a threshold.
-    has_threshold = not policy.has_stop and "adaptive" in policy.budgets
-    if biases is None and not has_threshold:
-        return rows
-    if biases is not None and policy.has_stop:
+    rows = [make_row(label, budget, options=options) for budget in budgets]
+    if policy.has_stop:
+        if biases is None:
+            return rows
         for budget_setting, exact_budget in zip(settings.budgets, budgets, strict=True):
-            mean_budget = Budget("mean", exact_budget.count(num_tokens))
-            stop_bias = biases[budget_setting]
-            pruner = build_pruner(None, mean_budget, policy=policy, stop_bias=stop_bias)
-            rows.append(TableRow(name, mean_budget, pruner, name))
-    if name in settings.learned_stops:
-        no_budget = Budget("adaptive")
-        if has_threshold:
-            pruner = build_pruner(None, no_budget, policy=policy, options=options)
-        else:
-            pruner = build_pruner(None, no_budget, policy=policy, stop_bias=0.0)
-        rows.append(TableRow(learned_stop(name), no_budget, pruner, name))
+            mean_budget = Budget("mean", exact_budget.exact_count(num_tokens))
+            rows.append(make_row(label, mean_budget, stop_bias=biases[budget_setting]))
+    # Instead of a learned stop, some methods keep all tokens with a score above a threshold.
+    if label in settings.learned_stops and "adaptive" in policy.budgets:
+        arguments = {"stop_bias": 0.0} if policy.has_stop else {"options": options}
+        rows.append(make_row(learned_stop(label), Budget("adaptive"), **arguments))
     return rows
 
 
@@ -171,7 +174,7 @@ class Conditions:
     Attributes:
         run: settings of the run.
         source: the model.
-        policies: the policies by row name.
+        policies: the policies by label.
         folder: folder of the answer files.
     """
 
@@ -197,8 +200,8 @@ class Conditions:
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """Digest of each policy by row name."""
-        return {name: policy_digest(policy) for name, policy in self.policies.items()}
+        """Digest of each policy by label."""
+        return {label: policy_digest(policy) for label, policy in self.policies.items()}
 
     def rows(self, biases: Biases) -> list[TableRow]:
         """Plans the rows with these stop biases, as `plan_rows` does."""
@@ -216,7 +219,7 @@ class Conditions:
             questions: all questions of the benchmark.
 
         Raises:
-            ValueError: two rows have the same file name, which consists of method, mode and rounded
+            UserError: two rows have the same file name, which consists of method, mode and rounded
                 pruning rate.
         """
         digest = questions_digest(questions)
@@ -260,18 +263,24 @@ class Conditions:
             settings["language_weights"] = self.run.model.weights
         if row.policy is not None:
             settings["policy"] = self.digests[row.policy]
-        pruner, is_exact = row.pruner, row.budget.is_exact
-        # Fields of all trained pruners, such as the budget, are stored elsewhere in the provenance.
-        common_fields = {field.name for field in dataclasses.fields(TrainedPruner)}
-        for field in dataclasses.fields(pruner):
-            if field.name not in common_fields:
-                value = getattr(pruner, field.name)
-                settings[field.name] = list(value) if isinstance(value, tuple) else value
+        pruner = row.pruner
+        options = {}
+        for name in option_types(type(pruner)):
+            value = getattr(pruner, name)
+            options[name] = list(value) if isinstance(value, tuple) else value
+        source_digest = user_digest(pruner.name)
+        if source_digest is None:
+            settings |= options
+        else:  # Options of a class of the user may have the names of other settings.
+            settings |= {"source": source_digest, "options": options}
         if pruner.version > 1:
             settings["version"] = pruner.version
         settings |= self.source.config.image_bounds
         if row.budget.kind == "rate":
             settings["share"] = str(row.budget)
+        stop_bias = None
+        if isinstance(pruner, TrainedPruner) and pruner.has_stop and not row.budget.is_exact:
+            stop_bias = float(pruner.stop_bias)
         return Provenance(
             benchmark=benchmark.name,
             questions=questions,
@@ -280,7 +289,7 @@ class Conditions:
             mode=row.mode,
             budget=row.count(self.num_tokens),
             num_tokens=self.num_tokens,
-            stop_bias=float(pruner.stop_bias) if pruner.has_stop and not is_exact else None,
+            stop_bias=stop_bias,
             # The name in the folder or hub id. Folders of the hub's cache are named by hashes.
             model=local_path(self.source.origins[0]).resolve().name,
             made=settings,

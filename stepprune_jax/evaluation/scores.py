@@ -54,10 +54,19 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         fractions of questions whose learned stop kept its minimum or maximum (T_max) of tokens;
         both are absent if both are 0.
     """
-    provenance, answers, problem = file.provenance, [], None
+    provenance, benchmark = file.provenance, BENCHMARKS[file.provenance.benchmark]
+    answers, problem = [], None
+    score: JsonObject = {"headline": None, "parts": {}, "warnings": []}
     try:
-        answers = _read_complete_lines(file)
-    except UserError as error:  # another program may have written a line
+        # The last line is incomplete while a run writes the file. The reader refuses a file without
+        # any complete line.
+        if b"\n" in file.path.read_bytes():
+            answers = read_answers(file.path, broken=[])
+        if len(answers) >= provenance.asked:
+            score = benchmark.score(root, file.path)._asdict()
+        else:
+            problem = f"{len(answers):,} of {provenance.asked:,} questions answered so far"
+    except (OSError, UserError) as error:  # another program may have written a line
         problem = str(error)
     return {
         "benchmark": provenance.benchmark,
@@ -70,7 +79,8 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         "seed": seed,
         "asked": provenance.asked,
         "answered": len(answers),
-        **_score(file, root, len(answers), problem),
+        **score,
+        "problem": problem,
         **_summarize(answers),
     }
 
@@ -132,7 +142,7 @@ def _grade_questions(file: AnswerFile, root: Path) -> dict[_QuestionKey, bool]:
 
     Raises:
         OSError: a file is missing.
-        ValueError: a file is malformed.
+        UserError: a file is malformed.
     """
     grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
     answers = read_answers(file.path)
@@ -141,12 +151,6 @@ def _grade_questions(file: AnswerFile, root: Path) -> dict[_QuestionKey, bool]:
         for answer, grade in zip(answers, grades, strict=True)
         if grade is not None
     }
-
-
-def _read_complete_lines(file: AnswerFile) -> list[GivenAnswer]:
-    """Reads the complete lines of a file. While a run writes the file, its last line is broken."""
-    # The reader refuses a file without any complete line.
-    return read_answers(file.path, broken=[]) if b"\n" in file.path.read_bytes() else []
 
 
 def about_images(answers: Sequence[GivenAnswer]) -> Bool[np.ndarray, "q"]:
@@ -195,30 +199,6 @@ def _summarize(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
     }
 
 
-def _score(file: AnswerFile, root: Path, num_answered: int, read_error: str | None) -> JsonObject:
-    """Scores a file if it answers all questions.
-
-    Args:
-        file: the answer file.
-        root: folder of the benchmark's annotations.
-        num_answered: number of answers in the file.
-        read_error: message of the error if the file could not be read, otherwise None.
-
-    Returns:
-        The fields of `benchmarks.Score`, and "problem", which is None or the reason why there is
-        no score.
-    """
-    num_questions = file.provenance.asked
-    problem = read_error or f"{num_answered:,} of {num_questions:,} questions answered so far"
-    if num_answered >= num_questions:
-        try:
-            score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
-            return {**score._asdict(), "problem": None}
-        except (OSError, UserError) as error:
-            problem = str(error)
-    return {"headline": None, "parts": {}, "warnings": [], "problem": problem}
-
-
 def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables read, with valid values."""
     if not all(is_valid(score[name]) for name, is_valid in _FIELDS.items()):
@@ -241,7 +221,7 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
 
     Raises:
         FileNotFoundError: the run has no scores yet.
-        ValueError: the file is not a list of scores.
+        UserError: the file is not a list of scores.
     """
     path = Path(workdir) / "report" / SCORES
     if not path.is_file():
@@ -251,7 +231,7 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
         are_valid = all(map(_is_score, scores))
     # A value that is not an object, or that lacks a field, makes `_is_score` raise.
     except (UserError, AttributeError, KeyError, TypeError):
-        are_valid = False
+        scores, are_valid = [], False
     if not are_valid:
         raise UserError(f"{path} is not a list of scores, as eval.py writes them")
     return scores

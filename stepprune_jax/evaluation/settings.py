@@ -1,4 +1,10 @@
-"""Settings of an evaluation, and loading of the policies that they name."""
+"""Settings of an evaluation, and loading of the policies that they name.
+
+An evaluation fills a results table. A row of the table is a pruning method at one token budget.
+Rows that differ only in their budget share a label, such as "FastV": the name that the table shows.
+Methods without weights are labelled by `Pruner.label`. Each trained policy is a method as well; its
+label is a key of `EvalSettings.rows`, or the name of the method for the policy of the run itself.
+"""
 
 import dataclasses
 import functools
@@ -20,25 +26,20 @@ from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, Budget
-from stepprune_jax.registry import PRUNERS, read_options, weighted
+from stepprune_jax.registry import PRUNERS, read_options, resolve_pruner, weighted
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.settings import Settings, choice, count, setting
-from stepprune_jax.user_input import UserError, local_path
+from stepprune_jax.user_input import UserError, local_path, naming
 
 
 def _are_budgets(values: tuple[int | str, ...]) -> bool:
-    """Returns whether the values are one or more distinct budgets."""
-    return bool(values) and all(map(_is_budget, values)) and len({*values}) == len(values)
-
-
-def _is_budget(value: int | str) -> bool:
-    """Returns whether a value is a positive number of tokens or a share such as "1/3"."""
-    if isinstance(value, int):
-        return value > 0
+    """Returns whether the values are distinct budgets: positive integers, or texts like "1/3"."""
     try:
-        return Budget.parse(value).kind == "rate"
+        kinds = [Budget.parse(value).kind for value in values]
     except ValueError:
         return False
+    expected_kinds = ["count" if isinstance(value, int) else "rate" for value in values]
+    return kinds == expected_kinds != [] and len({*values}) == len(values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,12 @@ class EvalSettings(Settings, path="config.eval"):
         questions: question files by benchmark, relative to `data`, in the format of the benchmark's
             published file. A benchmark without an entry uses its published file.
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as in LLaVA's evaluation.
-        methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
-            empty selects all rows.
-        options: options by pruner, such as "fastv layer=3 average=False; autoselect diversity=0.1".
-            Options of a trained method apply to all its rows. A learned stop takes no options.
+        methods: methods to evaluate, separated by commas: keys of `PRUNERS` such as "fastv",
+            labels such as "FastV", or classes of the user such as "norm.py:Norm" (see
+            `resolve_pruner`). An empty text selects all methods.
+        options: options by key of `PRUNERS`, such as "fastv layer=3 average=False; autoselect
+            diversity=0.1". They apply to all policies of the method. Methods with a learned stop
+            take no options.
         samples: number of questions per public benchmark whose answers store the kept tokens, so
             that the report can draw them.
         budgets: numbers of tokens to keep, or fractions of each image's tokens such as "1/3" or
@@ -62,15 +65,15 @@ class EvalSettings(Settings, path="config.eval"):
             budget on average.
         batch_size: questions per batch.
         max_new_tokens: longest answer in tokens; None selects the limit of the benchmark's program.
-        positions: position ids of kept tokens: "original", "compact", or "own" for the choice of
-            each method's authors.
-        rows: policy files of further trained rows, by row name. A row whose file is missing is
-            skipped, unless `methods` names it.
-        learned_stops: rows that are also evaluated without a budget: the number of tokens follows
-            from the learned stop as trained, or from the threshold of the method.
+        positions: position ids of kept tokens: "original" ids, "compact" ids without gaps, or "own"
+            for the choice of each method's authors.
+        rows: policy files of further trained methods, by the label that their rows get. A label
+            whose file is missing is skipped, unless `methods` names it.
+        learned_stops: labels that get a further row without a budget: the number of tokens follows
+            from the learned stop as trained, or from the score threshold of the method.
         validation_questions: maximum number of questions that stop biases are calibrated on; 0
-            selects all questions.
-        remarks: lines about the rows for readers of the report.
+            selects all questions. A stop bias makes a learned stop meet a budget on average.
+        remarks: notes for readers of the report, one line each.
     """
 
     benchmarks: str = setting(
@@ -103,18 +106,18 @@ class EvalSettings(Settings, path="config.eval"):
 
     def __post_init__(self):
         super().__post_init__()
+        method_names = self.method_names  # adds classes of the user to `PRUNERS`
         self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
         self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
-        pruner_names = [name for name, kind in PRUNERS.items() if kind.label in labels]
-        method_names = list(dict.fromkeys([*pruner_names, *labels]))
-        lower_names = {name.lower() for name in method_names}
-        unknown_names = [name for name in _split(self.methods) if name.lower() not in lower_names]
-        self.expect("methods", not unknown_names, f"some of {', '.join(method_names)}")
+        keys = [key for key, method in PRUNERS.items() if method.label in labels]
+        valid_names = list(dict.fromkeys([*keys, *labels]))
+        is_valid = {*method_names} <= {name.lower() for name in valid_names}
+        self.expect("methods", is_valid, f"some of {', '.join(valid_names)}")
         # Biases of a learned stop are calibrated without options.
-        names_with_options = [name for name, kind in PRUNERS.items() if not kind.has_stop]
-        expected = f"options after names of {', '.join(names_with_options)}"
-        self.expect("options", {*names_with_options} >= self.pruner_options.keys(), expected)
+        keys_with_options = [key for key, method in PRUNERS.items() if not method.has_stop]
+        expected = f"options after names of {', '.join(keys_with_options)}"
+        self.expect("options", {*keys_with_options} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
@@ -122,39 +125,48 @@ class EvalSettings(Settings, path="config.eval"):
         return list(dict.fromkeys(_split(self.benchmarks)))
 
     @property
+    def method_names(self) -> list[str]:
+        """Names in `methods`, in lower case. A class of the user has the name of its method.
+
+        Raises:
+            UserError: a class of the user is not a usable pruner, see `resolve_pruner`.
+        """
+        row_labels = {label.lower() for label in self.rows}  # these may contain colons
+        with naming("config.eval.methods"):
+            return [
+                text.lower() if text.lower() in row_labels else str(resolve_pruner(text)).lower()
+                for text in _split(self.methods)
+            ]
+
+    @property
     def pruner_options(self) -> dict[str, dict[str, str]]:
-        """The setting `options`, parsed: by name of the pruner, a text for each option."""
-        words_by_pruner = [text.split() for text in self.options.split(";") if text.strip()]
-        return {
-            name: read_options("config.eval.options", option_texts)
-            for name, *option_texts in words_by_pruner
-        }
+        """The setting `options`, parsed: values of options by key of `PRUNERS` and option name."""
+        words_of_methods = [text.split() for text in self.options.split(";") if text.strip()]
+        with naming("config.eval.options"):
+            return {
+                str(resolve_pruner(key)): read_options("config.eval.options", option_texts)
+                for key, *option_texts in words_of_methods
+            }
 
     def longest_answer(self, benchmark: Benchmark) -> int:
         """Returns the length limit of answers to a benchmark, in tokens."""
         return self.max_new_tokens or benchmark.max_new_tokens
 
-    def names(self, label: str) -> bool:
-        """Returns whether `methods` names a row, by its label or by the name of its pruner."""
-        method_names = _split(self.methods.lower())
-        pruner_names = [kind.name for kind in PRUNERS.values() if kind.label == label]
-        return any(name in method_names for name in (label.lower(), *pruner_names))
+    def is_named(self, label: str) -> bool:
+        """Returns whether `methods` names a method by its label or by its key in `PRUNERS`."""
+        keys = [method.name for method in PRUNERS.values() if method.label == label]
+        return not {label.lower(), *keys}.isdisjoint(self.method_names)
 
-    def wants(self, label: str) -> bool:
-        """Returns whether a row is evaluated: `methods` names it or is empty."""
-        return not _split(self.methods) or self.names(label)
+    def is_selected(self, label: str) -> bool:
+        """Returns whether a method is evaluated: `methods` names it or is empty."""
+        return not _split(self.methods) or self.is_named(label)
 
     @property
     def labels(self) -> list[str]:
-        """Labels of all possible rows, in display order."""
-        untrained_labels = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        trained_labels = [label for label in self.learned if label not in self.rows]
-        return [*untrained_labels, *self.rows, *trained_labels]
-
-    @property
-    def learned(self) -> list[str]:
-        """Labels of methods with weights. The run trains one of these methods."""
-        return [kind.label for kind in weighted().values()]
+        """Labels of all methods that can be evaluated, in display order."""
+        untrained = [method.label for method in PRUNERS.values() if method.config_type is None]
+        trained = [method.label for method in weighted().values()]
+        return [*untrained, *self.rows, *(label for label in trained if label not in self.rows)]
 
 
 def _split(text: str) -> list[str]:
@@ -166,13 +178,15 @@ def _split(text: str) -> list[str]:
 class EvaluationRun(Settings):
     """The settings of a run of `eval.py`.
 
+    Fields with `free=True` do not affect answers, so a resumed run may change them.
+
     Attributes:
-        seed: seed of random rows.
+        seed: seed of methods that select tokens at random.
         mesh: preset of `parallel.sharding.build_mesh`, or sizes by axis: "data=2,tensor=4".
         cpu_devices: number of virtual CPU devices; 0 leaves the number to jax.
         model: the frozen model.
         data: the data folder.
-        eval: benchmarks, rows and budgets.
+        eval: benchmarks, methods and budgets.
     """
 
     seed: int = count(0, minimum=0)
@@ -195,15 +209,12 @@ class EvaluationRun(Settings):
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """Finds the policy file of the default row.
+    """Returns the path of the run's policy file.
 
     Args:
         workdir: folder of the run.
         policy: a policy in any form that `policy_file` accepts; None selects the policy that the
             run trained.
-
-    Returns:
-        The path of the policy file.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -223,31 +234,33 @@ def read_policies(
     policy: str | Path | None = None,
     source: ModelFolder | None = None,
 ) -> dict[str, TrainedPruner]:
-    """Loads the policies of all trained rows.
+    """Loads the run's policy and the policies of `settings.rows`.
 
-    The run's policy is the policy of `own_policy`. Its row is named by its method, and replaces a
-    row of this name in `settings.rows`. If the policy file of another row is missing, the row is
-    skipped with a message.
+    The run's policy, found by `own_policy`, is labelled by its method. It replaces a policy with
+    this label in `settings.rows`. If the file of another policy is missing, the policy is skipped
+    with a message.
 
     Args:
         settings: settings of the evaluation.
         workdir: folder of the run.
-        policy: policy of the default row; None selects the policy that the run trained.
+        policy: the run's policy, as in `own_policy`.
         source: folder of the model that the policies will prune. A policy that was trained for
             another model is refused, see `load_policy_for`. None skips this check.
 
     Returns:
-        The policies by row name, in display order. The run's policy is last.
+        The policies by label, in display order. The run's policy is last.
 
     Raises:
-        FileNotFoundError: `methods` names a row whose policy is missing, or the run's policy is
+        FileNotFoundError: `methods` names a policy whose file is missing, or the run's policy is
             missing although `methods` does not exclude it.
-        ValueError: a policy is damaged, or `methods` names a trained method but not the method of
+        UserError: a policy is damaged, or `methods` names a trained method but not the method of
             the run's policy.
     """
     load = load_policy if source is None else functools.partial(load_policy_for, source)
     policies, run_policy = {}, None
-    trained_labels = [label for label in settings.learned if settings.wants(label)]
+    trained_labels = [
+        method.label for method in weighted().values() if settings.is_selected(method.label)
+    ]
     # Only the run can provide the policy of a trained method without an entry in `rows`.
     needs_run_policy = any(label not in settings.rows for label in trained_labels)
     if trained_labels:
@@ -258,12 +271,12 @@ def read_policies(
                 raise
     run_label = None if run_policy is None else run_policy.label
     for label, path in settings.rows.items():
-        if label == run_label or not settings.wants(label):
+        if label == run_label or not settings.is_selected(label):
             continue
         try:
             policies[label] = load(policy_file(path))
         except FileNotFoundError as error:
-            if settings.names(label):
+            if settings.is_named(label):
                 raise FileNotFoundError(f"row {label!r}: {error}") from error
             distributed.say(f"no row {label!r}: {error}")
     if run_label in trained_labels:
@@ -279,19 +292,19 @@ def check_policies(
     """Checks that the budgets fit the model, and that the policies fit the model and the budgets.
 
     Args:
-        policies: the policies by row name.
+        policies: the policies by label.
         config: configuration of the model.
         settings: settings with the budgets.
 
     Raises:
-        ValueError: a budget exceeds the visual tokens of the model or the steps of a policy, or a
-            policy does not fit the model. The message names the row.
+        UserError: a budget exceeds the visual tokens of the model or the steps of a policy, or a
+            policy does not fit the model. The message names the label.
     """
     num_tokens = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     is_valid = max(counts, default=0) <= num_tokens
     settings.expect("budgets", is_valid, f"at most the {num_tokens} visual tokens of the model")
-    max_count = max(Budget.parse(budget).count(num_tokens) for budget in settings.budgets)
+    max_count = max(Budget.parse(budget).exact_count(num_tokens) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
             policy.check_fits(config)

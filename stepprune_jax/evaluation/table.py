@@ -7,8 +7,7 @@ papers: "Avg." is 100 times the mean over benchmarks of (score / score with all 
 from unrounded scores. One of the runs must contain the row of all tokens.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
-from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
+from stepprune_jax.evaluation.names import ALL, BLIND, DEFAULT, row_place
 from stepprune_jax.registry import PRUNERS
 from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.user_input import UserError
@@ -25,6 +24,16 @@ from stepprune_jax.user_input import UserError
 NAME = "table"
 # Fields of `scores.score_hard`. Only runs with the row `names.DOWNSAMPLED` have them.
 HARD = ("hard", "hard_questions")
+# Titles of the sections of a table of several benchmarks, in display order.
+_SCORES_TITLE = "Scores"
+_HARD_TITLE = "Scores on hard questions, in percent of their number"
+_FIGURE_TITLES = (
+    _SCORES_TITLE,
+    _HARD_TITLE,
+    "Visual tokens kept, mean ± standard deviation",
+    "Milliseconds per question",
+    "GFLOPs to the first token",
+)
 Score = Mapping[str, Any]  # result of `scores.score_file`
 
 
@@ -49,7 +58,8 @@ class MethodScores(NamedTuple):
     def mean(self, field: str) -> float | None:
         """Returns the mean of a field over the benchmarks, or None if a benchmark lacks it."""
         values = [score.get(field) for score in self.scores.values()]
-        return None if None in values else sum(values) / len(values)
+        numbers = [value for value in values if value is not None]
+        return sum(numbers) / len(numbers) if len(numbers) == len(values) else None
 
 
 class Section(NamedTuple):
@@ -92,7 +102,8 @@ class BenchmarkTable(NamedTuple):
     def average(self, row: MethodScores) -> float | None:
         """Returns the mean over benchmarks of score / unpruned score, in percent.
 
-        Benchmarks on which the unpruned model has no score are excluded.
+        This is the column "Avg." of papers. Benchmarks on which the unpruned model has no score are
+        excluded.
 
         Args:
             row: a row of the table.
@@ -103,40 +114,48 @@ class BenchmarkTable(NamedTuple):
         """
         unpruned_scores = _headlines(self.all_tokens) if self.all_tokens else {}
         row_scores = _headlines(row)
-        if not unpruned_scores or not unpruned_scores.keys() <= row_scores.keys():
+        has_all_scores = unpruned_scores.keys() <= row_scores.keys()
+        if not unpruned_scores or not has_all_scores or not all(unpruned_scores.values()):
             return None
-        if not all(unpruned_scores.values()):
+        ratios = [row_scores[name] / score for name, score in unpruned_scores.items()]
+        return 100 * sum(ratios) / len(ratios)
+
+    @property
+    def blind(self) -> MethodScores | None:
+        """The row of the model without visual tokens; None if no run has this row."""
+        return next((row for row in self.rows if row.method == BLIND), None)
+
+    def image_gain(self, row: MethodScores) -> float | None:
+        """Returns the share of the image's gain that a row keeps, in percent.
+
+        The gain of the image on a benchmark is the score with all tokens minus the score without an
+        image. The share is (score - blind score) / gain, averaged over benchmarks.
+
+        Args:
+            row: a row of the table.
+
+        Returns:
+            The average share. None if a score is missing, or if the image gains nothing on a
+            benchmark.
+        """
+        if self.all_tokens is None or self.blind is None:
             return None
-        return average_retention(
-            [row_scores[name] for name in unpruned_scores], list(unpruned_scores.values())
-        )
+        unpruned_scores, blind_scores = _headlines(self.all_tokens), _headlines(self.blind)
+        row_scores, shares = _headlines(row), []
+        for name, unpruned_score in unpruned_scores.items():
+            if name not in blind_scores or name not in row_scores:
+                return None
+            gain = unpruned_score - blind_scores[name]
+            if gain <= 0:
+                return None
+            shares.append((row_scores[name] - blind_scores[name]) / gain)
+        return 100 * sum(shares) / len(shares) if shares else None
 
 
 def _headlines(row: MethodScores) -> dict[str, float]:
     """Returns the main score of a row on each benchmark, omitting benchmarks without a score."""
     headlines = {name: score["headline"] for name, score in row.scores.items()}
     return {name: value for name, value in headlines.items() if value is not None}
-
-
-def average_retention(
-    scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
-) -> float:
-    """Returns 100 times the mean of score / upper bound, the column "Avg." of tables.
-
-    Args:
-        scores: score of a pruned model on each benchmark.
-        upper_bound: score of the unpruned model on each benchmark, not 0.
-
-    Raises:
-        ValueError: `scores` is empty, or the lengths differ.
-    """
-    if not scores:
-        raise ValueError("average retention needs at least one score")
-    ratios = [
-        float(score) / float(unpruned_score)
-        for score, unpruned_score in zip(scores, upper_bound, strict=True)
-    ]
-    return 100 * sum(ratios) / len(ratios)
 
 
 def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
@@ -155,7 +174,7 @@ def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()
         The table.
 
     Raises:
-        ValueError: runs differ in questions, visual tokens, or scores of the unpruned model.
+        UserError: runs differ in questions, visual tokens, or scores of the unpruned model.
     """
     run_scores = [(run, score) for run, scores in runs.items() for score in scores]
     _check_same_conditions(run_scores)
@@ -169,7 +188,10 @@ def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()
         row_scores = scores_by_row.setdefault(row_key, {})
         if _is_complete(score) or score["benchmark"] not in row_scores:
             row_scores[score["benchmark"]] = score
-    labels = _order_methods(labels, {method for method, _, _ in scores_by_row})
+    labels = labels or [method.label for method in PRUNERS.values() if method.config_type is None]
+    other_methods = {method for method, _, _ in scores_by_row} - {*labels}
+    other_methods = sorted(other_methods, key=lambda name: (name.startswith(DEFAULT), name))
+    labels = [*labels, *other_methods]
     sorted_keys = sorted(scores_by_row, key=lambda row_key: row_place(*row_key, labels))
     scored_benchmarks = {score["benchmark"] for _, score in run_scores}
     return BenchmarkTable(
@@ -199,25 +221,6 @@ def _check_same_conditions(run_scores: Sequence[tuple[str, Score]]) -> None:
             if score["method"] == ALL and _is_complete(score)
         ]
         _check_equal(unpruned_scores, "headline", f"score of {ALL} on {name}")
-
-
-def _order_methods(first_labels: Sequence[str], methods: Collection[str]) -> list[str]:
-    """Returns method names in display order.
-
-    Args:
-        first_labels: names that come first. If empty, the untrained methods of `PRUNERS`.
-        methods: names of all methods of the table.
-
-    Returns:
-        `first_labels`, then further methods in alphabetical order, then the default policy.
-    """
-    first_labels = [*first_labels] or [
-        kind.label for kind in PRUNERS.values() if kind.config_type is None
-    ]
-    other_labels = sorted(
-        {*methods} - {*first_labels}, key=lambda name: (name.startswith(DEFAULT), name)
-    )
-    return first_labels + other_labels
 
 
 def _check_equal(run_scores: Sequence[tuple[str, Score]], field: str, description: str) -> None:
@@ -273,45 +276,52 @@ def sections(table: BenchmarkTable) -> list[Section]:
         header = [field.replace("_", " ") for field in row_objects[0]]
         rows = [list(row_object.values()) for row_object in row_objects]
         return [Section("", header, rows, num_text_columns=2)]
-    figure_sections = [
-        _make_section(table, "Scores", _score_cell, has_average=True),
-        _make_section(table, "Visual tokens kept, mean ± standard deviation", _kept_cell),
-        _make_section(table, "Milliseconds per question", _milliseconds_cell),
-        _make_section(table, "GFLOPs to the first token", _gflops_cell),
-    ]
-    if _has_hard_scores(table):
-        title = "Scores on hard questions, in percent of their number"
-        figure_sections.insert(1, _make_section(table, title, _hard_cell))
-    return figure_sections
+    titles = _FIGURE_TITLES
+    if not _has_hard_scores(table):
+        titles = [title for title in titles if title != _HARD_TITLE]
+    return [_make_section(table, title) for title in titles]
 
 
-def _make_section(
-    table: BenchmarkTable,
-    title: str,
-    format_cell: Callable[[Score], Cell],
-    *,
-    has_average: bool = False,
-) -> Section:
+def _make_section(table: BenchmarkTable, title: str) -> Section:
     """Builds the section of one figure, with a column for each benchmark.
 
     Args:
         table: the scores.
-        title: title of the section.
-        format_cell: formats the figure of one score.
-        has_average: whether a last column contains the average retention.
+        title: title of the section, one of `_FIGURE_TITLES`. The section of scores has a further
+            column with the average retention.
     """
     header = ["tokens", "method", "mode"]
     header += [BENCHMARKS[name].title for name in table.benchmarks]
+    has_average = title == _SCORES_TITLE
+    has_gain = has_average and table.blind is not None
     header += ["Avg."] if has_average else []
+    header += ["image gain"] if has_gain else []
     rows = []
     for row in table.rows:
-        cells = [_tokens_cell(table, row), row.method, row.mode]
+        tokens = "own stop"
+        if row.budget is not None:
+            tokens = f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
+        cells: list[Cell] = [tokens, row.method, row.mode]
         for name in table.benchmarks:
-            cells.append(format_cell(row.scores[name]) if name in row.scores else None)
+            cells.append(_format_figures(row.scores[name])[title] if name in row.scores else None)
         if has_average:
             cells.append(_decimals(table.average(row), 1))
+        if has_gain:
+            cells.append(_decimals(table.image_gain(row), 1))
         rows.append(cells)
     return Section(title, header, rows, num_text_columns=3)
+
+
+def _format_figures(score: Score) -> dict[str, Cell]:
+    """Formats the figures of a score, by the title of the section that shows them."""
+    kept, hard = None, None
+    if score["mean_k"] is not None:
+        kept = f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
+    if "hard" in score:
+        hard = f"{score['hard']:.1f} of {score['hard_questions']:,}"
+    headline = _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
+    cells = headline, hard, kept, _decimals(score["ms"], 1), score.get("gflops")
+    return dict(zip(_FIGURE_TITLES, cells, strict=True))
 
 
 def _decimals(value: float | None, decimals: int) -> str | None:
@@ -319,41 +329,9 @@ def _decimals(value: float | None, decimals: int) -> str | None:
     return None if value is None else f"{value:.{decimals}f}"
 
 
-def _tokens_cell(table: BenchmarkTable, row: MethodScores) -> str:
-    """Returns the cell of the column "tokens"."""
-    if row.budget is None:
-        return "own stop"
-    return f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
-
-
-def _score_cell(score: Score) -> str | None:
-    """Returns the headline figure with the decimals that its benchmark publishes."""
-    return _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
-
-
 def _has_hard_scores(table: BenchmarkTable) -> bool:
     """Returns whether the table has scores of `scores.score_hard`."""
     return any("hard" in score for row in table.rows for score in row.scores.values())
-
-
-def _hard_cell(score: Score) -> str | None:
-    """Formats the score on hard questions and their number."""
-    return f"{score['hard']:.1f} of {score['hard_questions']:,}" if "hard" in score else None
-
-
-def _kept_cell(score: Score) -> str | None:
-    """Formats mean and standard deviation of the kept tokens."""
-    return None if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
-
-
-def _milliseconds_cell(score: Score) -> str | None:
-    """Formats the mean time of a question."""
-    return _decimals(score["ms"], 1)
-
-
-def _gflops_cell(score: Score) -> Cell:
-    """Returns the mean GFLOPs of a question up to the first token of its answer."""
-    return score.get("gflops")
 
 
 def notes(table: BenchmarkTable) -> list[str]:
@@ -427,14 +405,15 @@ def _stop_warning(score: Score) -> str:
 
 def _is_pruning_slower(table: BenchmarkTable) -> bool:
     """Returns whether most rows with fewer FLOPs than the unpruned model take more time."""
-    if table.all_tokens is None:
+    costs = [(row.mean("ms"), row.mean("gflops")) for row in table.rows]
+    unpruned_ms, unpruned_gflops = costs[0]
+    if table.all_tokens is None or unpruned_ms is None or unpruned_gflops is None:
         return False
-    unpruned_ms, unpruned_gflops = table.all_tokens.mean("ms"), table.all_tokens.mean("gflops")
-    is_slower = []
-    for row in table.rows[1:]:
-        ms, gflops = row.mean("ms"), row.mean("gflops")
-        if None not in (unpruned_ms, unpruned_gflops, ms, gflops) and gflops < unpruned_gflops:
-            is_slower.append(ms > unpruned_ms)
+    is_slower = [
+        ms > unpruned_ms
+        for ms, gflops in costs[1:]
+        if ms is not None and gflops is not None and gflops < unpruned_gflops
+    ]
     return 2 * sum(is_slower) > len(is_slower)
 
 
@@ -473,6 +452,8 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
             "tokens": row.budget,
             "average": table.average(row),
         }
+        if table.blind is not None:
+            row_object["image_gain"] = table.image_gain(row)
         for name in table.benchmarks:
             score = row.scores.get(name, {})
             row_object[name] = score.get("headline")
@@ -513,6 +494,7 @@ def _single_benchmark_object(table: BenchmarkTable, row: MethodScores) -> dict[s
         "pruning_rate": rate,
         benchmark.column: None if headline is None else round(headline, benchmark.decimals),
         "retention": retention,
+        **_image_gain_figure(table, row),
         **({name: score.get(name) for name in HARD} if _has_hard_scores(table) else {}),
         "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
         "ms": None if score["ms"] is None else round(score["ms"], 3),
@@ -520,6 +502,14 @@ def _single_benchmark_object(table: BenchmarkTable, row: MethodScores) -> dict[s
         "questions": score["answered"],
         "seed": score["seed"],
     }
+
+
+def _image_gain_figure(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
+    """Returns the image's gain that a row keeps; nothing if no run has the row without an image."""
+    if table.blind is None:
+        return {}
+    image_gain = table.image_gain(row)
+    return {"image_gain": None if image_gain is None else round(image_gain, 2)}
 
 
 def write_table(folder: Path, table: BenchmarkTable) -> None:

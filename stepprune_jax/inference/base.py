@@ -1,6 +1,6 @@
 """Types of a batch between its prompts and images and its first tokens.
 
-Prompts, Images -> Batch -> Kept -> Sequence -> Decoding
+Prompts, Images -> Batch -> PrefillInputs -> PrefillResult
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from stepprune_jax.models.images import Pixels, join_images
 from stepprune_jax.models.sequence import Kept, Sequence
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.vlm import PausedPrefill
+from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.pruning import LayerCut, Pruner
 
 
@@ -45,7 +46,7 @@ class Prompts(NamedTuple):
     @property
     def has_image(self) -> Bool[np.ndarray, "q"]:
         """Mask of the prompts that have an image."""
-        return (self.image_of >= 0).any(axis=1)
+        return self.image_of.max(axis=1, initial=-1) >= 0
 
     @property
     def num_text(self) -> Int[np.ndarray, "q"]:
@@ -74,7 +75,7 @@ class Images(NamedTuple):
     sizes: Int[np.ndarray, "i"]
     seed: UInt32[np.ndarray, "i"]
     pixels: Pixels | None = None
-    features: Float[Array, "i n w"] | None = None
+    features: Float[AnyArray, "i n w"] | None = None
     taps: dict[Tap, Array] | None = None
 
 
@@ -227,11 +228,22 @@ class PairPlan(NamedTuple):
     sizes: Ordered[int] = ()
 
 
-class Batch(NamedTuple):
-    """A batch between its plan and its first tokens.
+class RankedPairs(NamedTuple):
+    """Pairs whose tokens are already in an order: the arrays that `programs.run_take` reads.
 
-    `plan.plan_batch` creates a batch. `pipeline.select` and `pipeline.prefill_to_cut` return the
-    batch with their results. `pipeline.prefill` and `pipeline.embed` read it.
+    Attributes:
+        features: [r, n, w] visual tokens of each pair's image.
+        order: [r, t] indices of the tokens in the order of selection.
+        counts: [r] number of tokens to take from the order.
+    """
+
+    features: Float[AnyArray, "r n w"]
+    order: Int[AnyArray, "r t"]
+    counts: Int[AnyArray, "r"]
+
+
+class Batch(NamedTuple):
+    """A batch before its selection, from `plan.plan_batch`.
 
     Attributes:
         prompts: the prompts; on the host.
@@ -240,19 +252,8 @@ class Batch(NamedTuple):
         pruner: the pruner; `AllTokens` for a batch without images.
         pairing: the (image, prompt) pairs and their counts of tokens; on the host.
         grid: [r, 2] rows and columns of each pair's image; on the host.
-        pairs: inputs of the pruner; None for a batch without images or with a ranking.
-        ranked: inputs of `programs.run_take`: features, order and counts of the pairs; None for a
-            batch without a ranking.
-        visual_tokens: [b] visual tokens of each row before pruning.
-        plan: static part of the prefill; None until the number of kept tokens is known.
-        layout: prompts with the places of their images; None until the number of kept tokens is
-            known.
-        num_kept: [b] visual tokens of each row after the last cut; None until the number of kept
-            tokens is known.
-        kept: the selected tokens; None before the selection, or if the prefill includes the
-            selection.
-        paused: state of the language model at a cut whose selection decides the number of tokens;
-            None for other pruners.
+        source: the arrays that give the kept tokens: `Pairs` for the pruner to select from,
+            `RankedPairs` for a given order, or `Kept` for a batch without images.
     """
 
     prompts: Prompts
@@ -261,20 +262,35 @@ class Batch(NamedTuple):
     pruner: Pruner
     pairing: PairPlan
     grid: Int[np.ndarray, "r 2"]
-    pairs: Pairs | None
-    ranked: tuple[Array, Array, Array] | None
-    visual_tokens: Int[np.ndarray, "b"]
-    plan: Plan | None = None
-    layout: PromptLayout | None = None
-    num_kept: Int[np.ndarray, "b"] | None = None
-    kept: Kept | None = None
-    paused: PausedPrefill | None = None
+    source: Pairs | RankedPairs | Kept
 
     @property
     def selects_in_prefill(self) -> bool:
         """Whether one program runs the tower, the selection and the prefill."""
-        pairs = self.pairs
-        return pairs is not None and pairs.features is None and self.pruner.budget.is_exact
+        has_pixels = isinstance(self.source, Pairs) and self.source.features is None
+        return has_pixels and self.pruner.budget.is_exact
+
+
+class PrefillInputs(NamedTuple):
+    """A batch with the shapes of its prefill, from `pipeline.prepare_prefill`.
+
+    Attributes:
+        pruner: the pruner.
+        plan: static part of the prefill.
+        layout: the prompts with the places of their images.
+        tokens: the visual input of the program: `Pairs` if the program also runs the selection, the
+            `Kept` tokens after the selection, or the state of the language model at a cut whose
+            selection decides the number of tokens.
+        visual_tokens: [b] visual tokens of each row before pruning, over all its images.
+        num_kept: [b] visual tokens of each row after the last cut.
+    """
+
+    pruner: Pruner
+    plan: Plan
+    layout: PromptLayout
+    tokens: Pairs | Kept | PausedPrefill
+    visual_tokens: Int[np.ndarray, "b"]
+    num_kept: Int[np.ndarray, "b"]
 
 
 class Decoding(NamedTuple):

@@ -163,6 +163,7 @@ def rank_all(
         program, or NaN if every batch compiled a program.
     """
     batch_rankings, batch_seconds = [], []
+    assert images.features is not None
     steps = min(steps, images.features.shape[1])
     for rows, num_rows in batches(len(prompts.length), batch_size):
         start_time, num_compiled_before = time.perf_counter(), num_compiled()
@@ -206,7 +207,7 @@ def _answer_all(
     widths = batching.widths or (prompts.ids.shape[1],)
     width_index = np.searchsorted(widths, prompts.length)
     counts, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * num_prompts
-    if ranking is not None:
+    if ranking is not None and isinstance(pruner, Ranker):
         image_sizes = images.sizes[prompts.image_of[:, 0]]
         max_counts = exact_counts(model.config, pruner, image_sizes)
         counts = np.asarray(pruner.counts(ranking, max_counts), np.int32)

@@ -81,7 +81,7 @@ def start(
         finished=zeros > 0,
         finite=zeros == 0,
         count=zeros,
-        key=None if sampling.key is None else row_keys(sampling.key, b),
+        key=row_keys(sampling.key, b) if isinstance(sampling.key, jax.Array) else None,
         step=jnp.int32(0),
         tokens=jnp.full((b, max_tokens), -1, jnp.int32),
         seen=prompt_tokens,
@@ -103,7 +103,7 @@ def _sample_and_record(
         The state after the step, without the token in the cache.
     """
     seen, penalised_logits, keys = state.seen, logits, None
-    if seen is not None:
+    if seen is not None and sampling.repetition_penalty is not None:
         penalised_logits = penalise(logits, seen, sampling.repetition_penalty)
     if state.key is not None:
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)

@@ -114,6 +114,7 @@ def encode_questions(
         start_time, num_compiled_before = time.perf_counter(), num_compiled()
         request = _read_questions(model, [questions[row] for row in rows], as_shown)
         read_time, images = time.perf_counter(), request.images
+        assert images is not None  # each question of `rows` has an image
         num_images = len(images.sizes)
         if tower:
             images = _run_tower(model, images, batch_size, taps, execution)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
@@ -17,6 +16,7 @@ from stepprune_jax.inference.base import Decoding, PrefillResult, RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.text import answer_text, stream_text
@@ -100,14 +100,9 @@ class Generator:
 
     def begin(self, request: Request) -> PrefillResult:
         """Runs the prefill of a request and samples the first token of each prompt."""
-        return pipeline.first_tokens(
-            self.model,
-            self.placed,
-            request.prompts(),
-            request.images,
-            self.options,
-            self.resolved,
-        )
+        batch = plan_batch(self.model, self.placed, request.prompts(), request.images, self.options)
+        inputs = pipeline.prepare_prefill(self.model, batch)
+        return pipeline.prefill(self.model, inputs, self.resolved)
 
     def answer(
         self, request: Request, trace: Callable[[PrefillResult], None] | None = None
@@ -157,7 +152,8 @@ class Generator:
         if trace is not None:
             trace(prefilled)
         state, is_finished = prefilled.state, np.zeros(len(request.ids), bool)
-        first_step = state, pipeline.first_output(state)
+        first_output = jax.device_get((state.token, state.finished, state.finite))
+        first_step = state, pipeline.StepOutput(*first_output)
         later_steps = pipeline.decode(self.model, state, self.resolved, self.options)
         for next_state, output in itertools.chain([first_step], later_steps):
             state = next_state
@@ -222,19 +218,23 @@ class Generator:
         answers = []
         for row, image_rows in enumerate(request.image_of):
             ids = tokens[row, : num_tokens[row]].tolist()
-            kept_indices = [
-                index[row][image_of_slot[row] == image] for image in range(len(image_rows))
-            ]
-            if order is not None:
-                kept_indices = map(_sort_by_selection, kept_indices, order[row])
-            grids = request.images.grid[list(image_rows)].tolist() if image_rows else ()
+            kept_indices = []
+            for image in range(len(image_rows)):
+                indices = index[row][image_of_slot[row] == image]
+                if order is not None:
+                    # The order of selection also has tokens that were truncated with the row.
+                    is_in_row = np.isin(order[row, image], indices[indices >= 0])
+                    indices = order[row, image][is_in_row]
+                kept_indices.append(tuple(indices.tolist()))
+            images = request.images
+            grids = () if images is None else images.grid[list(image_rows)].tolist()
             answers.append(
                 Answer(
                     text=answer_text(self.model.tokenizer, ids),
                     token_ids=tuple(ids),
                     visual_tokens=int(prefilled.visual_tokens[row]),
                     kept=int(prefilled.kept[row]),
-                    kept_indices=tuple(tuple(indices.tolist()) for indices in kept_indices),
+                    kept_indices=tuple(kept_indices),
                     grids=tuple(map(tuple, grids)),
                 )
             )
@@ -344,19 +344,6 @@ def check_run(config: ModelConfig, pruner: Pruner, sampling: Sampling, options: 
     pruner.check(config, config.max_image_tokens)
 
 
-def _sort_by_selection(
-    kept_indices: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"]
-) -> Int[np.ndarray, "_"]:
-    """Sorts the indices of an image's kept tokens by the order of selection.
-
-    Args:
-        kept_indices: [k] indices of the tokens in the row; -1 for merged tokens, which are omitted.
-        order: [t] indices in the order of selection. It also has tokens that were truncated with
-            the row.
-    """
-    return order[np.isin(order, kept_indices[kept_indices >= 0])]
-
-
 def trace_arrays(result: PrefillResult, row: int = 0) -> dict[str, np.ndarray]:
     """Returns which visual tokens of a prompt reach each stage of the language model.
 
@@ -377,7 +364,7 @@ def trace_arrays(result: PrefillResult, row: int = 0) -> dict[str, np.ndarray]:
         length] for a model with p position ids per token.
     """
     trace = to_host(result.trace)
-    arrays = {"logits": np.asarray(trace.logits[row], np.float32)}
+    arrays: dict[str, np.ndarray] = {"logits": np.asarray(trace.logits[row], np.float32)}
     for stage_index, stage in enumerate(trace.stages):
         is_visual = stage.image[row] >= 0
         arrays[f"kept_{stage_index}"] = stage.index[row][is_visual]

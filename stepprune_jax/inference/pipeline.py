@@ -1,11 +1,12 @@
 """The stages of a batch from its images and prompts to its last tokens.
 
-    plan_batch -> select -> prefill -> finish
+    plan_batch -> prepare_prefill -> prefill -> finish
 
-`plan_batch` plans on the host. `select` runs the tower and the pruner; `prefill` builds the rows
-and runs the language model to the first tokens. One program does both if the number of kept
-tokens is known before the tower has run. `finish` and `decode` sample the further tokens. Shapes
-are padded to buckets, which bounds the number of compiled programs for any input.
+`plan_batch` plans on the host. `prepare_prefill` plans the rows of the language model. If the
+number of kept tokens is not known before the tower has run, it also runs the tower and the pruner
+(`select`). `prefill` runs what remains up to the first tokens, in one program. `finish` and
+`decode` sample the further tokens. Shapes are padded to buckets, which bounds the number of
+compiled programs for any input.
 """
 
 import collections
@@ -13,7 +14,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,15 +23,19 @@ from stepprune_jax.inference.base import (
     Batch,
     Decoding,
     Images,
+    Pairs,
     Plan,
+    PrefillInputs,
     PrefillResult,
     Prompts,
+    RankedPairs,
     RunOptions,
 )
 from stepprune_jax.inference.plan import is_joint, make_pairs, plan_batch, plan_pairs, plan_rows
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.shapes import enters_known
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.sequence import Kept
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     decodes_by_step,
@@ -42,10 +46,11 @@ from stepprune_jax.parallel.placement import (
 )
 from stepprune_jax.policy.buckets import length_bucket
 from stepprune_jax.pruning import Budget, Pruner, Ranker, Ranking
+from stepprune_jax.pruning.base import AnyPruner
 from stepprune_jax.selectors import TrainedPruner
 
 
-def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
+def place_pruner(model: VLM, pruner: AnyPruner) -> AnyPruner:
     """Copies a pruner's weights to the model's devices, as its programs read them."""
     if isinstance(pruner, TrainedPruner):
         pruner = pruner.prepare()
@@ -101,41 +106,69 @@ def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: in
     return programs.run_rank(model.params, model.backbone, pruner, pairs, plan=plan, steps=steps)
 
 
-def select(model: VLM, batch: Batch) -> Batch:
+def select(model: VLM, batch: Batch) -> Kept:
     """Selects the tokens of each pair by a program that ends with the selection.
 
     Args:
         model: the model.
-        batch: a batch with `pairs` or `ranked`.
+        batch: result of `plan_batch`, for prompts with images.
 
     Returns:
-        The batch with `kept`. If a learned stop decides the number of tokens, this function copies
-        the counts to the host and plans the rows of the language model.
+        The kept tokens, one row per pair, on the model's devices.
     """
-    pairing, mesh = batch.pairing, mesh_of(model.params)
-    if batch.ranked is not None:
-        kept = programs.run_take(*batch.ranked, capacity=pairing.capacity)
+    capacity = batch.pairing.capacity
+    if isinstance(batch.source, RankedPairs):
+        return programs.run_take(*batch.source, capacity=capacity)
+    plan = Plan(
+        capacity=capacity,
+        is_projected=batch.pruner.after_projector,
+        execution=batch.options.execution,
+        mesh=mesh_of(model.params),
+    )
+    return programs.run_select(
+        model.params, model.backbone, batch.pruner.program(), batch.source, plan=plan
+    )
+
+
+def prepare_prefill(model: VLM, batch: Batch) -> PrefillInputs:
+    """Plans the rows of a batch, after the programs whose results decide the shapes of the prefill.
+
+    These programs are the selection, unless the prefill includes the selection, and the layers of
+    the language model before a cut whose number of tokens is not known.
+
+    Args:
+        model: the model.
+        batch: result of `plan_batch`.
+
+    Returns:
+        The inputs of `prefill`. If a learned stop decides the number of tokens, this function
+        copies the counts to the host.
+
+    Warns:
+        UserWarning: a prompt is longer than the context and is truncated.
+    """
+    pairing, pruner, source = batch.pairing, batch.pruner, batch.source
+    counts = pairing.counts
+    if isinstance(source, Kept) or (isinstance(source, Pairs) and batch.selects_in_prefill):
+        tokens = source
     else:
-        plan = Plan(
-            pairing.capacity,
-            batch.pruner.after_projector,
-            execution=batch.options.execution,
-            mesh=mesh,
-        )
-        kept = programs.run_select(
-            model.params, model.backbone, batch.pruner.program(), batch.pairs, plan=plan
-        )
-    if batch.plan is None:
-        counts = to_host(kept.count)
-        batch = plan_rows(model, batch._replace(pairing=pairing._replace(counts=counts)))
-    if is_joint(model.config, batch) and not enters_known(model.config, batch.pruner):
+        tokens = select(model, batch)
+        if isinstance(source, Pairs) and not pruner.budget.is_exact:
+            counts = to_host(tokens.count)
+    plan, layout, num_kept = plan_rows(model, batch, counts)
+    if is_joint(model.config, batch) and not enters_known(model.config, pruner):
         # With a fixed capacity, one prefill program serves images of all sizes. The additional
         # token shows the program that a row is longer than its slots.
-        kept = programs.run_resize(kept, capacity=batch.plan.slots[0] + 1, mesh=mesh)
-    return batch._replace(kept=kept)
+        tokens = programs.run_resize(tokens, capacity=plan.slots[0] + 1, mesh=plan.mesh)
+    visual_tokens = np.where(pairing.has_image, pairing.size[pairing.pair], 0).sum(1)
+    inputs = PrefillInputs(pruner, plan, layout, tokens, visual_tokens, num_kept)
+    if plan.cuts and not pruner.budget.is_exact:
+        context_limit = batch.options.context_limit or model.backbone.CONTEXT_LIMIT
+        return _prefill_to_cut(model, inputs, context_limit)
+    return inputs
 
 
-def prefill_to_cut(model: VLM, batch: Batch) -> Batch:
+def _prefill_to_cut(model: VLM, inputs: PrefillInputs, context_limit: int) -> PrefillInputs:
     """Runs the language model up to a cut whose selection decides the row lengths after the cut.
 
     A cut is a place between two layers where the pruner drops visual tokens. The host must know how
@@ -143,96 +176,77 @@ def prefill_to_cut(model: VLM, batch: Batch) -> Batch:
 
     Args:
         model: the model.
-        batch: a batch with `kept` and `plan`, whose pruner has exactly one cut.
+        inputs: kept tokens and a plan with exactly one cut.
+        context_limit: longest row.
 
     Returns:
-        The batch with `paused`, the state of the language model at the cut; with `num_kept`; and
-        with the row length after the cut in `plan.slots`.
+        The inputs of the program that continues at the cut: with the state of the language model at
+        the cut, the number of remaining visual tokens, and the row length after the cut.
     """
+    plan = inputs.plan
     # With `prunes_cache`, the cache at the cut has no free slots for new tokens. A constant number
     # of new tokens lets answers of any length share the program.
-    max_tokens = 1 if batch.plan.cuts[0].prunes_cache else batch.plan.max_tokens
+    max_tokens = 1 if plan.cuts[0].prunes_cache else plan.max_tokens
     paused, counts = programs.run_prefill_to_cut(
         model.params,
         model.backbone,
-        batch.pruner.program(),
-        batch.kept,
-        batch.layout,
-        plan=dataclasses.replace(batch.plan, max_tokens=max_tokens),
+        inputs.pruner.program(),
+        inputs.tokens,
+        inputs.layout,
+        plan=dataclasses.replace(plan, max_tokens=max_tokens),
     )
     num_remaining, num_kept = to_host(counts).T
-    context_limit = batch.options.context_limit or model.backbone.CONTEXT_LIMIT
-    length_before = batch.plan.slots[0]
+    length_before = plan.slots[0]
     length_after = min(length_bucket(int(num_remaining.max()), context_limit), length_before)
-    plan = dataclasses.replace(batch.plan, slots=(length_before, length_after))
-    return batch._replace(plan=plan, paused=paused, num_kept=num_kept)
+    plan = dataclasses.replace(plan, slots=(length_before, length_after))
+    return inputs._replace(plan=plan, tokens=paused, num_kept=num_kept)
 
 
-def complete_plan(model: VLM, batch: Batch) -> Batch:
-    """Runs the selection, and the layers before a cut, if their results decide prefill shapes.
-
-    Args:
-        model: the model.
-        batch: result of `plan_batch`.
-
-    Returns:
-        The batch with a complete `plan`. The batch is unchanged if one program runs the selection
-        and the prefill.
-    """
-    if batch.kept is None and not batch.selects_in_prefill:
-        batch = select(model, batch)
-    if batch.plan.cuts and not batch.pruner.budget.is_exact:
-        batch = prefill_to_cut(model, batch)
-    return batch
-
-
-def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
+def embed(
+    model: VLM, inputs: PrefillInputs
+) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
     """Builds the input embeddings of a language model that another program runs.
 
     Args:
         model: the model.
-        batch: a batch with `kept`, for a pruner that drops no tokens between layers.
+        inputs: result of `prepare_prefill` for images with features or prompts without images, and
+            a pruner that drops no tokens between layers.
 
     Returns:
         The embeddings of each row, with zeros in the padding, and the length of each row.
     """
     # The plan is part of the key of the compiled program, so it has only the fields that matter.
     plan = Plan(
-        is_projected=batch.plan.is_projected,
-        slots=batch.plan.slots,
-        positions=batch.plan.positions,
-        mesh=batch.plan.mesh,
+        is_projected=inputs.plan.is_projected,
+        slots=inputs.plan.slots,
+        positions=inputs.plan.positions,
+        mesh=inputs.plan.mesh,
     )
     rows = programs.run_build_sequence(
-        model.params, model.backbone, batch.kept, batch.layout, plan=plan
+        model.params, model.backbone, inputs.tokens, inputs.layout, plan=plan
     )
     return to_host((rows.hidden, rows.length))
 
 
-def prefill(model: VLM, batch: Batch, sampling: Sampling) -> PrefillResult:
+def prefill(model: VLM, inputs: PrefillInputs, sampling: Sampling) -> PrefillResult:
     """Runs the language model over a batch and samples the first token of each row.
 
     Args:
         model: the model.
-        batch: result of `complete_plan`.
+        inputs: result of `prepare_prefill`.
         sampling: how tokens are sampled, from `Sampling.resolve`.
 
     Returns:
         The decoding state, the trace of the prefill, and the numbers of visual tokens.
     """
-    if batch.paused is not None:
-        program, visual_inputs = programs.run_resume, batch.paused
-    elif batch.kept is not None:
-        program, visual_inputs = programs.run_prefill, batch.kept
-    else:
-        program, visual_inputs = programs.run_first_tokens, batch.pairs
-    plan = batch.plan
+    plan, has_selection = inputs.plan, isinstance(inputs.tokens, Pairs)
+    program = programs.run_first_tokens if has_selection else programs.run_prefill
     # A pruner that the program does not read would still cause another compilation.
-    pruner = batch.pruner.program() if plan.cuts or batch.kept is None else None
+    pruner = inputs.pruner.program() if has_selection or plan.cuts else None
     state, trace = program(
-        model.params, model.backbone, pruner, visual_inputs, batch.layout, sampling, plan=plan
+        model.params, model.backbone, pruner, inputs.tokens, inputs.layout, sampling, plan=plan
     )
-    return PrefillResult(state, trace, batch.visual_tokens, batch.num_kept)
+    return PrefillResult(state, trace, inputs.visual_tokens, inputs.num_kept)
 
 
 def first_tokens(
@@ -266,7 +280,7 @@ def first_tokens(
     batch = plan_batch(
         model, pruner, prompts, images, options, sizes=sizes, width=width, ranking=ranking
     )
-    return prefill(model, complete_plan(model, batch), sampling)
+    return prefill(model, prepare_prefill(model, batch), sampling)
 
 
 class StepOutput(NamedTuple):
@@ -309,9 +323,8 @@ def decode(
         iteration when all rows are finished.
     """
     by_step, max_tokens = decodes_by_step(model.params), options.max_tokens
-    language = {"language": model.params["language"]}
-    stride, unread_outputs = 1 if by_step else stride, collections.deque()
-    max_unread = 1 if by_step else 0
+    stride, max_unread = (1, 1) if by_step else (stride, 0)
+    language, unread_outputs = {"language": model.params["language"]}, collections.deque()
     for num_tokens in range(1, max_tokens, stride):
         state, output = decoding.run_decode(
             language,
@@ -327,11 +340,6 @@ def decode(
             yield state, _read_output(unread_outputs.popleft())
     for output in unread_outputs:
         yield state, _read_output(output)
-
-
-def first_output(state: Decoding) -> StepOutput:
-    """Copies the first tokens of a batch from the state after the prefill to the host."""
-    return StepOutput(*jax.device_get((state.token, state.finished, state.finite)))
 
 
 def _read_output(output: Int[Array, "3 b"]) -> StepOutput:

@@ -1,12 +1,12 @@
 """The plan of a batch: its pairs of image and prompt, counts of tokens, and lengths of rows.
 
 Plans are numpy arrays and numbers on the host; no program runs. `plan_batch` plans the selection.
-`plan_rows` plans the rows of the language model: within `plan_batch` if the images' sizes decide
-the number of kept tokens, otherwise after the selection.
+`plan_rows` plans the rows of the language model from the number of tokens of each pair.
 """
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from stepprune_jax.inference.base import (
     Plan,
     PromptLayout,
     Prompts,
+    RankedPairs,
     RunOptions,
 )
 from stepprune_jax.inference.shapes import (
@@ -37,7 +38,7 @@ from stepprune_jax.inference.truncation import truncate_images
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import mesh_of, place_rows
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, pad_ids, pad_rows
-from stepprune_jax.pruning import AllTokens, Kept, Pruner, Ranking
+from stepprune_jax.pruning import AllTokens, Kept, Pruner, Ranker, Ranking
 
 
 def plan_batch(
@@ -69,79 +70,48 @@ def plan_batch(
             takes tokens from this order and does not run the pruner. The images must have features.
 
     Returns:
-        The batch. Its rows are planned if the images' sizes or the ranking decide the number of
-        kept tokens; otherwise `Batch.plan` is None.
-
-    Warns:
-        UserWarning: a prompt is longer than the context and is truncated.
+        The input of `pipeline.prepare_prefill`.
     """
     if images is None or prompts.image_of.max(initial=-1) < 0:
-        return _plan_without_images(model, prompts, options, width)
+        return Batch(
+            prompts=prompts,
+            options=options,
+            width=width,
+            pruner=AllTokens(),
+            pairing=pair_images(prompts.image_of),
+            grid=np.ones((1, 2), np.int32),
+            source=_invalid_token(model),
+        )
     if width is None and has_joint_bucket(model.config, prompts.image_of.shape[1]):
         words = pad_ids(prompts.words, joint_text_width(model.config, pruner, prompts))
         prompts = prompts._replace(words=words)
-    pairing, pairs, ranked = plan_pairs(model, pruner, prompts, images, sizes), None, None
-    if ranking is None:
-        pairs = make_pairs(model, pruner, prompts, images, pairing)
+    pairing, features = plan_pairs(model, pruner, prompts, images, sizes), images.features
+    if ranking is None or features is None or not isinstance(pruner, Ranker):
+        source = make_pairs(model, pruner, prompts, images, pairing)
     else:
         counts = np.asarray(pruner.counts(ranking, pairing.counts), np.int32)
-        capacity = choose_bucket(counts, pairing.sizes)
-        pairing = pairing._replace(counts=counts, capacity=capacity)
-        ranked = place_rows(
-            mesh_of(model.params), (images.features[pairing.image], ranking.order, counts)
-        )
-    batch = Batch(
+        pairing = pairing._replace(counts=counts, capacity=choose_bucket(counts, pairing.sizes))
+        ranked = RankedPairs(features[pairing.image], ranking.order, counts)
+        source = place_rows(mesh_of(model.params), ranked)
+    return Batch(
         prompts=prompts,
         options=options,
         width=width,
         pruner=pruner,
         pairing=pairing,
         grid=images.grid[pairing.image],
-        pairs=pairs,
-        ranked=ranked,
-        visual_tokens=np.where(pairing.has_image, pairing.size[pairing.pair], 0).sum(1),
+        source=source,
     )
-    is_counted = pruner.budget.is_exact or ranked is not None
-    return plan_rows(model, batch) if is_counted else batch
 
 
-def _plan_without_images(
-    model: VLM, prompts: Prompts, options: RunOptions, width: int | None
-) -> Batch:
-    """Plans a batch without images; a single invalid token stands for the kept tokens.
-
-    Args:
-        model: the model.
-        prompts: the prompts.
-        options: how the model is run.
-        width: number of slots of a row for text; None pads rows to a bucket.
-
-    Returns:
-        The batch, with planned rows.
-    """
-    pairing = pair_images(prompts.image_of)
-    dtype = jax.tree.leaves(model.params)[0].dtype
+def _invalid_token(model: VLM) -> Kept:
+    """Returns the kept tokens of a batch without images: one invalid token."""
     zero = np.zeros((1, 1), np.int32)
-    no_token = Kept(
-        index=zero,
-        place=zero,
-        tokens=np.zeros((1, 1, model.config.token_width), dtype),
-        valid=zero > 0,
-        count=zero[0],
-    )
-    batch = Batch(
-        prompts=prompts,
-        options=options,
-        width=width,
-        pruner=AllTokens(),
-        pairing=pairing,
-        grid=np.ones((1, 2), np.int32),
-        pairs=None,
-        ranked=None,
-        visual_tokens=np.zeros(len(prompts.length), np.int32),
-        kept=no_token,
-    )
-    return plan_rows(model, batch)
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    tokens = np.zeros((1, 1, model.config.token_width), dtype)
+    # Arrays on the host, which the program copies to the devices.
+    arrays: Any = zero, zero, tokens, zero > 0, zero[0]
+    return Kept(*arrays)
 
 
 def pair_images(image_of: Int[np.ndarray, "b j"]) -> PairPlan:
@@ -239,13 +209,16 @@ def make_pairs(
     ]
     pixels, features, taps = images.pixels, images.features, ()
     if features is None:
-        distinct_images, image = np.unique(image, return_inverse=True)
-        image_rows = distinct_images[pad_rows(len(distinct_images), len(prompts.length))].tolist()
+        distinct_images = sorted({*image.tolist()})
+        image = np.searchsorted(distinct_images, image)
+        padded_rows = pad_rows(len(distinct_images), len(prompts.length)).tolist()
+        image_rows = [distinct_images[row] for row in padded_rows]
         if image_rows != list(range(len(images.sizes))):  # indexing would copy the pixels
             pixels = jax.tree.map(lambda array: array[image_rows], pixels)
         pixels = place_rows(mesh, pixels)
     else:
-        pixels, taps = None, tuple(images.taps[tap] for tap in pruner.taps(model.config))
+        array_of_tap = images.taps or {}
+        pixels, taps = None, tuple(array_of_tap[tap] for tap in pruner.taps(model.config))
         if isinstance(features, np.ndarray):  # only the rows in use are copied to the devices
             features, taps = jax.tree.map(lambda array: array[image], (features, taps))
             features, taps = place_rows(mesh, (features, taps))
@@ -268,31 +241,40 @@ def make_pairs(
     return Pairs(pixels, features, taps, **place_rows(mesh, arrays))
 
 
-def plan_rows(model: VLM, batch: Batch) -> Batch:
+def plan_rows(
+    model: VLM, batch: Batch, counts: Int[np.ndarray, "r"]
+) -> tuple[Plan, PromptLayout, Int[np.ndarray, "b"]]:
     """Plans the rows of the language model.
 
     Args:
         model: the model.
-        batch: a batch without `plan`. Its `pairing.counts` are the numbers of tokens of each pair
-            that enter the language model.
+        batch: result of `plan_batch`.
+        counts: [r] number of tokens of each pair that enter the language model.
 
     Returns:
-        The batch with `plan`, `layout` and `num_kept`.
+        plan: static part of the prefill.
+        layout: the prompts with the places of their images, on the devices of the model.
+        num_kept: [b] visual tokens of each row after the last cut.
+
+    Warns:
+        UserWarning: a prompt is longer than the context and is truncated.
     """
     config, pruner, pairing, options = model.config, batch.pruner, batch.pairing, batch.options
     prompts, mesh = batch.prompts, mesh_of(model.params)
     context_limit = options.context_limit or model.backbone.CONTEXT_LIMIT
-    image_tokens = np.where(pairing.has_image, pairing.counts[pairing.pair], 0)
+    image_tokens = np.where(pairing.has_image, counts[pairing.pair], 0)
     image_tokens = truncate_images(prompts, image_tokens, context_limit)
     cuts = pruner.cuts(config, pairing.n)
     # [cuts, b, j, 2]: kept and merged tokens of each image after each cut.
     counts_after = counts_after_cuts(config, pruner, image_tokens, len(cuts))
-    stage_tokens = [image_tokens, *(counts.sum(2) for counts in counts_after)]
-    slots, text_slots, ids_width = _plan_slots(config, batch, stage_tokens, context_limit)
+    stage_tokens = [image_tokens, *(tokens.sum(2) for tokens in counts_after)]
+    slots, text_slots, ids_width = _plan_slots(
+        config, batch, counts, stage_tokens=stage_tokens, context_limit=context_limit
+    )
     uses_method_positions = options.positions == "own"
     plan = Plan(
         capacity=pairing.capacity if batch.selects_in_prefill else 0,
-        is_projected=pruner.after_projector and batch.ranked is None,
+        is_projected=pruner.after_projector and not isinstance(batch.source, RankedPairs),
         slots=tuple(slots),
         cuts=cuts,
         text_slots=text_slots if any(cut.rows == "text" for cut in cuts) else 0,
@@ -301,21 +283,22 @@ def plan_rows(model: VLM, batch: Batch) -> Batch:
         execution=options.execution,
         mesh=mesh,
     )
-    layout = PromptLayout(
-        ids=pad_ids(prompts.ids, ids_width),
-        length=prompts.length,
-        pair=pairing.pair,
-        has_image=pairing.has_image,
-        grid=batch.grid[pairing.pair],
-        counts=tuple(counts_after[..., 0]),
-    )
-    layout, num_kept = place_rows(mesh, layout), stage_tokens[-1].sum(1)
-    return batch._replace(plan=plan, layout=layout, num_kept=num_kept)
+    arrays: dict[str, Any] = {
+        "ids": pad_ids(prompts.ids, ids_width),
+        "length": prompts.length,
+        "pair": pairing.pair,
+        "has_image": pairing.has_image,
+        "grid": batch.grid[pairing.pair],
+        "counts": tuple(counts_after[..., 0]),
+    }
+    return plan, PromptLayout(**place_rows(mesh, arrays)), stage_tokens[-1].sum(1)
 
 
 def _plan_slots(
     config: ModelConfig,
     batch: Batch,
+    counts: Int[np.ndarray, "r"],
+    *,
     stage_tokens: Sequence[Int[np.ndarray, "b j"]],
     context_limit: int,
 ) -> tuple[list[int], int, int]:
@@ -323,7 +306,8 @@ def _plan_slots(
 
     Args:
         config: the model's configuration.
-        batch: the batch.
+        batch: result of `plan_batch`.
+        counts: [r] number of tokens of each pair that enter the language model.
         stage_tokens: for each stage of the language model, [b, j] number of tokens of each image.
         context_limit: longest row.
 
@@ -339,7 +323,7 @@ def _plan_slots(
         if batch.selects_in_prefill:
             capacity = pairing.capacity
         elif pairing.n:
-            capacity = choose_bucket(pairing.counts, pairing.sizes)
+            capacity = choose_bucket(counts, pairing.sizes)
         max_tokens = [capacity, *(int(tokens.max(initial=0)) for tokens in stage_tokens[1:])]
         return [width + j * count for count in max_tokens], width, width
     if is_joint(config, batch) and enters_known(config, batch.pruner):

@@ -3,12 +3,13 @@
 If the images' sizes decide the number of kept tokens, one program runs a batch: `first_tokens`. For
 a learned stop, the host runs `select`, reads the counts, and runs `prefill`. Some pruners decide
 the number of tokens at a cut, a place between layers of the language model; for these the host runs
-`select`, `prefill_to_cut` and `resume`. Two programs do work that several batches share: `encode`
-runs the tower once per image, and `rank` orders tokens once for all budgets. Weights are arguments
-of every program.
+`select`, then `prefill_to_cut`, and then `prefill`, which continues from the cut. Two programs do
+work that several batches share: `encode` runs the tower once per image, and `rank` orders tokens
+once for all budgets. Weights are arguments of every program.
 """
 
 from collections.abc import Sequence as Ordered
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy.jax_settings import jax_defaults
-from stepprune_jax.pruning import Kept, Pruner, PrunerInputs, Ranker, Ranking
+from stepprune_jax.pruning import Kept, LayerPruner, Pruner, PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.packing import take_first
 
 
@@ -72,6 +73,7 @@ def make_pruner_inputs(
     Returns:
         The inputs, with one row per pair.
     """
+    assert pairs.features is not None  # the tower has run
     n, tokens = pairs.features.shape[1], pairs.features[pairs.image]
     if plan.is_projected:
         tokens = backbone.project(params, tokens)
@@ -80,7 +82,7 @@ def make_pruner_inputs(
         plan.mesh,
         PrunerInputs(
             tokens=tokens,
-            valid=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
+            mask=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
             grid=pairs.grid,
             text=decoder.embed(params["language"], pairs.words),
             text_valid=jnp.arange(pairs.words.shape[1]) < pairs.num_words[:, None],
@@ -193,7 +195,7 @@ def prefill_to_cut(
         backbone.config,
         sequence,
         cut,
-        room=_cache_room(plan),
+        room=plan.max_tokens - 1,
         execution=plan.execution,
     )
     remains = paused.keep & sequence.rows.valid
@@ -206,7 +208,7 @@ def prefill(
     params: Params,
     backbone: Backbone,
     pruner: Pruner | None,
-    kept: Kept,
+    tokens: Kept | vlm.PausedPrefill,
     layout: PromptLayout,
     sampling: Sampling,
     *,
@@ -218,7 +220,8 @@ def prefill(
         params: the model's weights.
         backbone: the model.
         pruner: drops further tokens between layers; None if the plan has no cuts.
-        kept: kept tokens, one row per (image, prompt) pair.
+        tokens: kept tokens, one row per (image, prompt) pair; or the result of `prefill_to_cut`, to
+            continue from its cut.
         layout: the prompts, and the pair of each image.
         sampling: how tokens are sampled, from `Sampling.resolve`.
         plan: static part of the program.
@@ -226,14 +229,28 @@ def prefill(
     Returns:
         The decoding state, and the trace of the kept tokens.
     """
-    sequence = build_sequence(params, backbone, kept, layout, plan=plan)
-    state, trace = _prefill_rows(
-        params, backbone, pruner, sequence, layout=layout, sampling=sampling, plan=plan
+    config, paused, order = backbone.config, None, None
+    if isinstance(tokens, Kept):
+        sequence = build_sequence(params, backbone, tokens, layout, plan=plan)
+        if tokens.order is not None:
+            order = jnp.where(layout.has_image[..., None], tokens.order[layout.pair], -1)
+    else:
+        sequence, paused = tokens.sequence, tokens
+    prefilled = vlm.prefill(
+        params,
+        config,
+        sequence,
+        plan.max_tokens - 1,  # no later token attends to the last token, which needs no slot
+        _make_cuts(pruner, layout, plan),
+        execution=plan.execution,
+        paused=paused,
     )
-    if kept.order is not None:
-        order = jnp.where(layout.has_image[..., None], kept.order[layout.pair], -1)
-        trace = trace._replace(order=constrain_rows(plan.mesh, order))
-    return state, trace
+    prompt_tokens = None
+    if sampling.repetition_penalty is not None:
+        prompt_tokens = decoding.mark_tokens(config, layout.ids, sequence)
+    state = decoding.start(prefilled, prompt_tokens, sampling, plan.max_tokens)
+    stages = tuple(rows.without_values() for rows in (sequence, *prefilled.cuts))
+    return constrain_rows(plan.mesh, (state, Trace(prefilled.logits, stages, order)))
 
 
 def first_tokens(
@@ -264,102 +281,16 @@ def first_tokens(
     return prefill(params, backbone, pruner, kept, layout, sampling, plan=plan)
 
 
-def resume(
-    params: Params,
-    backbone: Backbone,
-    pruner: Pruner,
-    paused: vlm.PausedPrefill,
-    layout: PromptLayout,
-    sampling: Sampling,
-    *,
-    plan: Plan,
-) -> tuple[Decoding, Trace]:
-    """Continues a prefill from the cut of `prefill_to_cut`, and samples the first tokens.
-
-    Args:
-        params: the model's weights.
-        backbone: the model.
-        pruner: the pruner of `prefill_to_cut`.
-        paused: state of the language model at the cut.
-        layout: the prompts, and the pair of each image.
-        sampling: how tokens are sampled, from `Sampling.resolve`.
-        plan: static part of the program, with the row length after the cut.
-
-    Returns:
-        The decoding state, and the trace of the kept tokens.
-    """
-    return _prefill_rows(
-        params,
-        backbone,
-        pruner,
-        paused.sequence,
-        layout=layout,
-        sampling=sampling,
-        plan=plan,
-        paused=paused,
-    )
-
-
-def _prefill_rows(
-    params: Params,
-    backbone: Backbone,
-    pruner: Pruner | None,
-    sequence: Sequence,
-    *,
-    layout: PromptLayout,
-    sampling: Sampling,
-    plan: Plan,
-    paused: vlm.PausedPrefill | None = None,
-) -> tuple[Decoding, Trace]:
-    """Runs the language model over rows and samples the first tokens.
-
-    Args:
-        params: the model's weights.
-        backbone: the model.
-        pruner: drops tokens between layers; None if the plan has no cuts.
-        sequence: the rows before the first layer, or at the cut of `paused`.
-        layout: the prompts, and the pair of each image.
-        sampling: how tokens are sampled, from `Sampling.resolve`.
-        plan: static part of the program.
-        paused: state at the cut to continue from; None begins at the first layer.
-
-    Returns:
-        The decoding state, and the trace of the kept tokens.
-    """
-    config = backbone.config
-    prefilled = vlm.prefill(
-        params,
-        config,
-        sequence,
-        _cache_room(plan),
-        _make_cuts(pruner, layout, plan),
-        execution=plan.execution,
-        paused=paused,
-    )
-    prompt_tokens = None
-    if sampling.repetition_penalty is not None:
-        prompt_tokens = decoding.mark_tokens(config, layout.ids, sequence)
-    state = decoding.start(prefilled, prompt_tokens, sampling, plan.max_tokens)
-    stages = tuple(rows.without_values() for rows in (sequence, *prefilled.cuts))
-    return constrain_rows(plan.mesh, (state, Trace(prefilled.logits, stages)))
-
-
-def _cache_room(plan: Plan) -> int:
-    """Returns the number of cache slots for new tokens.
-
-    The last token of an answer needs no slot, because no later token attends to it.
-    """
-    return plan.max_tokens - 1
-
-
 def _make_cuts(pruner: Pruner | None, layout: PromptLayout, plan: Plan) -> list[vlm.Cut]:
     """Builds the cuts of the language model from the cuts of a pruner.
 
     Args:
-        pruner: selects the tokens at each cut; None if the plan has no cuts.
+        pruner: selects the tokens at each cut; other pruners than `LayerPruner` have no cuts.
         layout: has the number of tokens of each image that remain after each cut.
         plan: has the pruner's cuts, and the row length of each stage.
     """
+    if not isinstance(pruner, LayerPruner):
+        return []
     num_queries = {"last": 1, "text": plan.text_slots}
 
     def make_drop(cut, count):
@@ -419,14 +350,13 @@ run_build_sequence = jit_for_weights(build_sequence, ("backbone", "plan"))
 run_prefill_to_cut = jit_for_weights(prefill_to_cut, ("backbone", "plan"), answers=True)
 run_prefill = jit_for_weights(prefill, ("backbone", "plan"), answers=True)
 run_first_tokens = jit_for_weights(first_tokens, ("backbone", "plan"), answers=True)
-run_resume = jit_for_weights(resume, ("backbone", "plan"), answers=True)
-run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
-run_resize = jax.jit(jax_defaults()(resize), static_argnames=("capacity", "mesh"))
+run_take: Any = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
+run_resize: Any = jax.jit(jax_defaults()(resize), static_argnames=("capacity", "mesh"))
 
 
 def num_compiled() -> int:
     """Returns how many programs of inference this process has compiled so far."""
     programs = run_encode, run_select, run_rank, run_prefill_to_cut
-    programs += run_prefill, run_first_tokens, run_resume, decoding.run_decode
+    programs += run_prefill, run_first_tokens, decoding.run_decode
     num_plain = run_take._cache_size() + run_resize._cache_size()
     return num_plain + sum(program.num_compiled() for program in programs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -76,12 +76,9 @@ def join_requests(requests: Sequence[Request]) -> Request:
             num_images += len(request.images.grid)
     joined = None
     if images_of_requests:
-        joined = Images(
-            grid=np.concatenate([images.grid for images in images_of_requests]),
-            sizes=np.concatenate([images.sizes for images in images_of_requests]),
-            seed=np.concatenate([images.seed for images in images_of_requests]),
-            pixels=join_images([images.pixels for images in images_of_requests]),
-        )
+        grids, sizes, seeds, pixels, *_ = zip(*images_of_requests, strict=True)
+        grid, size, seed = map(np.concatenate, (grids, sizes, seeds))
+        joined = Images(grid, size, seed, join_images(pixels))
     return Request(tuple(ids), tuple(question_ids), joined, tuple(image_of))
 
 
@@ -164,6 +161,7 @@ def _check_arguments(
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
+    images_of_prompts: list[Sequence[ImageLike] | ImageLike | None]
     images_of_prompts = [None] * len(prompts) if images is None else list(images)
     if model.tokenizer is None:
         raise UserError("the model has no tokenizer: load it with load_vlm")
@@ -204,7 +202,7 @@ def _as_list(images: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     """
     if images is None:
         return []
-    image_list = list(images) if isinstance(images, list | tuple) else [images]
+    image_list: list[Any] = list(images) if isinstance(images, list | tuple) else [images]
     for image in image_list:
         if not isinstance(image, ImageLike):
             type_name = type(image).__name__
@@ -236,7 +234,7 @@ def _mark_images(prompt: Prompt, num_images: int, backbone: Backbone) -> list[st
         TypeError: the prompt is neither a string nor a list of strings.
         UserError: the conversation ends with an answer, or the question is empty.
     """
-    turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+    turns: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
     if len(turns) % 2 == 0:

@@ -1,7 +1,7 @@
 """From logits to a token: greedy, temperature, nucleus, repetition penalty."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.policy.jax_settings import THREEFRY, threefry
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import expect
+
+Scalar = float | np.floating[Any] | Array
 
 
 class Sampling(NamedTuple):
@@ -33,10 +35,10 @@ class Sampling(NamedTuple):
     """
 
     key: int | Array | None = 0
-    temperature: ArrayLike | None = 0.0
-    top_p: ArrayLike | None = 1.0
+    temperature: Scalar | None = 0.0
+    top_p: Scalar | None = 1.0
     stop_ids: Sequence[int] | Int[ArrayLike, "t"] | None = None
-    repetition_penalty: ArrayLike | None = None
+    repetition_penalty: Scalar | None = None
 
     def check(self) -> None:
         """Checks the values that a user has written.
@@ -68,7 +70,7 @@ class Sampling(NamedTuple):
             repetition_penalty: penalty of the model, used if `self.repetition_penalty` is None.
         """
         key, temperature, top_p = None, None, None  # of greedy decoding
-        if self.temperature:
+        if self.temperature and self.key is not None and self.top_p is not None:
             key = self.key
             if not isinstance(key, jax.Array | np.ndarray):
                 key = jax.random.key(key, impl=THREEFRY)
@@ -138,8 +140,8 @@ def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v
 def sample(
     key: Array | None,
     logits: Float[Array, "*b v"],
-    temperature: ArrayLike | None,
-    top_p: ArrayLike | None,
+    temperature: Scalar | None,
+    top_p: Scalar | None,
 ) -> Int[Array, "*b"]:
     """Samples one token per row.
 
@@ -147,7 +149,7 @@ def sample(
     the computation that a value does not need.
 
     Args:
-        key: PRNG key; consumed. None if `temperature` is None.
+        key: PRNG key; consumed. None selects the largest logit, as for `temperature`.
         logits: [..., v] logits of the next token; converted to float32.
         temperature: divisor of the logits. 0 selects the largest logit; of equal logits, the lowest
             id. None does the same and builds a program without sampling.
@@ -161,20 +163,20 @@ def sample(
     def greedy():
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    if temperature is None:
+    if key is None or temperature is None or top_p is None:
         return greedy()
-    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
+    divisor, mass = jnp.float32(temperature), jnp.float32(top_p)
 
     def sampled():
         # The largest logit becomes 0, so that a tiny temperature does not overflow.
-        scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / divisor
         lowest = jnp.finfo(jnp.float32).min
         scaled = jnp.maximum(scaled, lowest)
         nucleus_logits = jax.lax.cond(
-            top_p < 1,
-            lambda: jnp.where(nucleus(scaled, top_p), scaled, lowest),
+            mass < 1,
+            lambda: jnp.where(nucleus(scaled, mass), scaled, lowest),
             lambda: scaled,
         )
         return jax.random.categorical(key, nucleus_logits, axis=-1).astype(jnp.int32)
 
-    return jax.lax.cond(temperature > 0, sampled, greedy)
+    return jax.lax.cond(divisor > 0, sampled, greedy)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-from stepprune_jax.data.prompts import TOKENIZER_LOCK
 from stepprune_jax.models.config import Tokenizer
 
 Answers = TypeVar("Answers")
@@ -20,12 +19,15 @@ def answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Decodes ids without special tokens."""
+    """Decodes ids without special tokens.
+
+    Takes no `TOKENIZER_LOCK`, because decoding changes no settings of a tokenizer. A server
+    therefore decodes without waiting for a thread that encodes a long prompt.
+    """
     # Cleaning up would rewrite earlier text depending on what follows.
-    with TOKENIZER_LOCK:
-        return tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+    return tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 class TextStream:
@@ -36,6 +38,10 @@ class TextStream:
     because the text of an answer is stripped; incomplete characters; a run of byte tokens, because
     one invalid byte makes the decoder replace the entire run; and a possible beginning of a stop
     text.
+
+    A token is decoded together with the few tokens that wait, and with the tokens before them as
+    context, so its cost does not depend on the length of the answer. The context is needed because
+    decoders remove a space at the start of a text.
 
     Attributes:
         stopped: whether a stop text has ended the answer. The answer does not include the stop
@@ -50,9 +56,10 @@ class TextStream:
             stop: stop texts, which end the answer.
         """
         self._tokenizer, self._stop, self.stopped = tokenizer, stop, False
-        self._ids: list[int] = []
-        self._num_final = 0  # ids before the current run of byte tokens
-        self._returned = ""  # concatenation of the pieces so far
+        self._context: list[int] = []  # the last ids whose text is final
+        self._waiting: list[int] = []  # later ids, whose text may still change
+        self._text = ""  # final text that no piece contains yet
+        self._has_text = False  # whether a piece was not empty
 
     def add(self, token: int) -> str:
         """Adds a token; tokens after a stop text are ignored.
@@ -65,37 +72,49 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        self._ids.append(token)
+        self._waiting.append(token)
         if self._stop:  # a stop text may be complete while its bytes still wait
-            decoded = _decode(self._tokenizer, self._ids)
-            self.stopped = any(text in decoded for text in self._stop)
+            text = self._text + self._decode_waiting()
+            self.stopped = any(stop in text for stop in self._stop)
             if self.stopped:
                 return self.finish()
         name = self._tokenizer.convert_ids_to_tokens(token)
         is_byte = isinstance(name, str) and _BYTE.fullmatch(name)
         # Tokens without text, such as special ones, do not end a run of bytes.
         if not is_byte and _decode(self._tokenizer, [token]):
-            self._num_final = len(self._ids)
-        text = _decode(self._tokenizer, self._ids[: self._num_final]).rstrip(_UNKNOWN)
-        num_waiting = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return self._next_piece(text[: len(text) - num_waiting].strip())
+            text = self._decode_waiting()
+            if not text.endswith(_UNKNOWN):
+                self._text += text
+                self._context, self._waiting = self._waiting, []
+        num_waiting = max((_overlap(self._text, stop) for stop in self._stop), default=0)
+        return self._take_piece(len(self._text) - num_waiting)
 
     def finish(self) -> str:
         """Returns the last piece of text, after the last token."""
-        text = _decode(self._tokenizer, self._ids)
-        stop_starts = [text.find(stop) for stop in self._stop if stop in text]
-        return self._next_piece(text[: min(stop_starts, default=None)].strip())
+        self._text += self._decode_waiting()
+        self._waiting = []
+        stop_starts = [self._text.find(stop) for stop in self._stop if stop in self._text]
+        return self._take_piece(min(stop_starts, default=len(self._text)))
 
-    def _next_piece(self, text: str) -> str:
-        """Returns the part of `text` that earlier calls have not returned.
+    def _decode_waiting(self) -> str:
+        """Decodes the waiting ids as the continuation of the context."""
+        context_length = len(_decode(self._tokenizer, self._context))
+        return _decode(self._tokenizer, self._context + self._waiting)[context_length:]
 
-        Returns "" if `text` does not begin with the returned text, as at white space that was
-        stripped from its end.
+    def _take_piece(self, length: int) -> str:
+        """Removes a piece from the start of `_text`, and returns the piece.
+
+        White space at the end of the piece stays in `_text`. White space at the start of the answer
+        is removed.
+
+        Args:
+            length: number of characters that the piece may have.
         """
-        if not text.startswith(self._returned):
-            return ""
-        piece = text[len(self._returned) :]
-        self._returned = text
+        length = len(self._text[:length].rstrip())
+        piece, self._text = self._text[:length], self._text[length:]
+        if not self._has_text:
+            piece = piece.lstrip()
+        self._has_text = self._has_text or bool(piece)
         return piece
 
 

@@ -24,23 +24,20 @@ class Compiling:
 
     def __init__(self):
         self._spans: list[tuple[float, float]] = []  # disjoint (start, end) times
-        self._is_active = False
 
     def __enter__(self) -> "Compiling":
-        self._is_active = True
         jax.monitoring.register_event_duration_secs_listener(self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_active = False
         jax.monitoring.unregister_event_duration_listener(self._record)
 
-    def _record(self, event: str, seconds: float, **_: object) -> None:
+    def _record(self, event: str, duration_secs: float, **_: object) -> None:
         """Records a span that ends now, in place of the spans that it includes."""
-        if not self._is_active or not event.startswith("/jax/core/compile/"):
+        if not event.startswith("/jax/core/compile/"):
             return
         end_time = time.perf_counter()
-        start_time = end_time - seconds
+        start_time = end_time - duration_secs
         self._spans = [span for span in self._spans if span[1] <= start_time]
         self._spans.append((start_time, end_time))
 

@@ -15,13 +15,6 @@ from stepprune_jax.inference.base import Prompts
 from stepprune_jax.user_input import UserError
 
 
-def count_embeddings(
-    prompts: Prompts, image_tokens: Int[np.ndarray, "q j"]
-) -> Int[np.ndarray, "q"]:
-    """Returns the length of each prompt after its images are replaced by their tokens."""
-    return prompts.num_text + image_tokens.sum(1)
-
-
 def truncate_images(
     prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int
 ) -> Int[np.ndarray, "q j"]:
@@ -38,7 +31,7 @@ def truncate_images(
     Warns:
         UserWarning: a prompt has more than `limit` embeddings.
     """
-    lengths = count_embeddings(prompts, image_tokens)
+    lengths = prompts.num_text + image_tokens.sum(1)
     if lengths.max() <= limit:
         return image_tokens
     _warn(prompts, lengths, limit)
@@ -64,7 +57,7 @@ def truncate_prompts(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], lim
     Warns:
         UserWarning: a prompt has more than `limit` embeddings.
     """
-    lengths = count_embeddings(prompts, image_tokens)
+    lengths = prompts.num_text + image_tokens.sum(1)
     if lengths.max(initial=0) <= limit:
         return prompts
     _warn(prompts, lengths, limit)
@@ -74,7 +67,7 @@ def truncate_prompts(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], lim
 
 def check_lengths(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int) -> None:
     """Raises a UserError that names the longest prompt if it exceeds `limit` embeddings."""
-    lengths = count_embeddings(prompts, image_tokens)
+    lengths = prompts.num_text + image_tokens.sum(1)
     longest_row = int(np.argmax(lengths))
     if lengths[longest_row] > limit:
         raise UserError(

@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.registry import PRUNERS, build_pruner, resolve_pruner
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import UserError, expect
 
@@ -40,8 +40,8 @@ class AnswererOptions:
     Attributes:
         pretrained: checkpoint folder, hub id, or the name of a shipped model such as "shapes".
         policy: policy file, or the name of a shipped policy.
-        method: a name of `PRUNERS`, or "policy" for the policy's method. None is "policy" if there
-            is a policy, and "all" otherwise.
+        method: a text for `resolve_pruner`, such as "fastv" or "norm.py:Norm", or "policy" for the
+            policy's method. None is "policy" if there is a policy, and "all" otherwise.
         budget: tokens to keep per image, as `Budget.parse` reads it; None uses the learned stop.
         stop_bias: bias of the policy's stop logits; None uses the bias in the policy file.
         vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
@@ -112,10 +112,11 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
     expect("batch_size", batch_size, is_count(batch_size), "an integer from 1")
     if settings.method == "policy" and settings.policy is None:
         raise UserError("method 'policy' needs a policy: set policy, or choose another method")
-    is_random = settings.method in PRUNERS and PRUNERS[settings.method].is_random
+    method = None if settings.method == "policy" else resolve_pruner(settings.method)
+    is_random = method in PRUNERS and PRUNERS[method].is_random
     source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
     pruner = build_pruner(
-        None if settings.method == "policy" else settings.method,
+        method,
         settings.budget,
         policy=None if settings.policy is None else load_policy_for(source, settings.policy),
         stop_bias=settings.stop_bias,
@@ -135,7 +136,7 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
 def answer_questions(
     answerer: Answerer,
     questions: Sequence[AskedQuestion],
-    report: Callable[[int], None] = lambda num_answered: None,
+    report: Callable[[int], object] = lambda num_answered: None,
 ) -> list[str]:
     """Answers questions greedily.
 
@@ -171,18 +172,21 @@ def answer_questions(
         report(num_answered)
 
     for max_new_tokens in length_limits:
+        options = dataclasses.replace(answerer.generator.options, max_tokens=max_new_tokens)
+        generator = dataclasses.replace(answerer.generator, options=options)
         batched_indices = []
         for index, question in enumerate(questions):
             if question.max_new_tokens != max_new_tokens:
                 continue
             if len(question.images) > 1:
-                store_answers([index], [_answer_one(answerer, question, max_new_tokens)])
+                request = generator.read([question.text], [question.images], as_shown=False)
+                store_answers([index], [generator.answer(request)[0].text])
             else:
                 batched_indices.append(index)
         for start in range(0, len(batched_indices), max_chunk_length):
             indices = batched_indices[start : start + max_chunk_length]
-            chunk = [_convert_question(index, questions[index]) for index in indices]
-            store_answers(indices, _answer_chunk(answerer, chunk, max_new_tokens))
+            chunk = {index: _convert_question(index, questions[index]) for index in indices}
+            store_answers(indices, _answer_chunk(generator, chunk, answerer.batch_size))
     return answers
 
 
@@ -239,46 +243,32 @@ def _convert_question(index: int, question: AskedQuestion) -> BenchmarkQuestion:
     return BenchmarkQuestion(index, question.text, question.text, image_bytes)
 
 
-def _answer_one(answerer: Answerer, question: AskedQuestion, max_new_tokens: int) -> str:
-    """Answers a question about several images in a batch of one row; returns the text."""
-    generator = _with_max_tokens(answerer.generator, max_new_tokens)
-    request = generator.read([question.text], [question.images], as_shown=False)
-    return generator.answer(request)[0].text
-
-
 def _answer_chunk(
-    answerer: Answerer, questions: Sequence[BenchmarkQuestion], max_new_tokens: int
+    generator: Generator, questions: Mapping[int, BenchmarkQuestion], batch_size: int
 ) -> list[str]:
     """Answers questions with at most one image each, in batches.
 
     Args:
-        answerer: model and method.
-        questions: results of `_convert_question`.
-        max_new_tokens: largest number of tokens of each answer.
+        generator: model, method, and length limit of the answers.
+        questions: results of `_convert_question` by the indices of the questions.
+        batch_size: questions per batch over all devices.
 
     Returns:
         One text per question.
     """
-    generator = _with_max_tokens(answerer.generator, max_new_tokens)
-    images = [question.image for question in questions if question.image is not None]
+    images = [question.image for question in questions.values() if question.image is not None]
     has_shared_images = len(set(images)) < len(images)
     encoded = encode_questions(
         generator.model,
-        questions,
-        batch_size=answerer.batch_size,
+        [*questions.values()],
+        batch_size=batch_size,
         taps=generator.pruner.taps(generator.model.config),
         execution=generator.options.execution,
         tower=has_shared_images,  # The tower runs separately, once per distinct image.
-        numbers=[question.question_id for question in questions],
+        numbers=[*questions],
     )
-    (answers,) = generator.answer_set(encoded, Batching(answerer.batch_size, widths=WIDTHS))
+    (answers,) = generator.answer_set(encoded, Batching(batch_size, widths=WIDTHS))
     return answers.texts
-
-
-def _with_max_tokens(generator: Generator, max_new_tokens: int) -> Generator:
-    """Returns a copy of a generator with another length limit of answers."""
-    options = dataclasses.replace(generator.options, max_tokens=max_new_tokens)
-    return dataclasses.replace(generator, options=options)
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:

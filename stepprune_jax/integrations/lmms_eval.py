@@ -26,8 +26,10 @@ from stepprune_jax.integrations.answerer import (
 from stepprune_jax.user_input import UserError
 
 try:
-    from lmms_eval.api.model import lmms
-    from lmms_eval.models.registry_v2 import ModelManifest
+    from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
+    from lmms_eval.models.registry_v2 import (  # pyright: ignore[reportMissingImports]
+        ModelManifest,
+    )
 except ImportError as error:
     raise ImportError(
         f"lmms-eval cannot be imported ({error}): pip install stepprune-jax[lmms-eval]"
@@ -77,10 +79,8 @@ class StepPruneModel(lmms):
                 "lmms-eval without accelerate launch or torchrun, or set WORLD_SIZE=1"
             )
         # The command line passes the number as a text. `load_answerer` refuses other texts.
-        batch_size = int(batch_size) if str(batch_size).isdecimal() else batch_size
-        self._answerer = load_answerer(
-            AnswererOptions(pretrained=pretrained, batch_size=batch_size, **options)
-        )
+        options["batch_size"] = int(batch_size) if str(batch_size).isdecimal() else batch_size
+        self._answerer = load_answerer(AnswererOptions(pretrained=pretrained, **options))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.

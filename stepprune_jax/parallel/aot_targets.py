@@ -34,7 +34,7 @@ class Target(NamedTuple):
     """
 
     name: str
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     options: dict[str, Any]
 
     def compile(self, lowered: Any) -> Any:
@@ -190,8 +190,8 @@ def _has(module: str) -> bool:
 def _cuda_toolkit() -> Path | None:
     """Returns the folder of ptxas and libdevice, in NVIDIA's package or in CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
-    package_folders = spec.submodule_search_locations if spec else ()
-    folders = [Path(folder) / "cuda_nvcc" for folder in package_folders]
+    package_folders = spec.submodule_search_locations if spec else None
+    folders = [Path(folder) / "cuda_nvcc" for folder in package_folders or ()]
     folders.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
 
@@ -250,7 +250,7 @@ def _make_tpu_target(name: str, target_name: TargetName) -> Target:
     Raises:
         ValueError: this TPU generation has no such layout.
     """
-    import libtpu
+    import libtpu  # pyright: ignore[reportMissingImports]  # an optional package
 
     # Without these variables, libtpu queries the network for its machine, and allows one process at
     # a time, as if the process used the chips.

@@ -68,7 +68,7 @@ class Usage(NamedTuple):
 
 def usage(compiled: jax.stages.Compiled) -> Usage:
     """Returns the memory that the compiler planned for a program on each device."""
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     arguments, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Usage(arguments, outputs, temporary, total=arguments + outputs + temporary)

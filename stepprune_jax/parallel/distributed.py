@@ -180,7 +180,7 @@ def main_first(function: Callable[[], T]) -> T:
     Returns:
         The function's result in this process.
     """
-    main_result = together(lambda: function() if is_main() else None)
+    main_result: Any = together(lambda: function() if is_main() else None)
     return together(lambda: main_result if is_main() else function())
 
 
@@ -193,7 +193,8 @@ def together(function: Callable[[], T]) -> T:
     Returns:
         The function's result in this process.
     """
-    result, failure = None, None
+    result: Any = None
+    failure = None
     try:
         result = function()
     except Exception as error:  # raised below, after all processes know about it
@@ -210,7 +211,7 @@ def each_together(items: Iterator[T]) -> Iterator[T]:
 
     All processes must call this, with iterators of the same number of items.
     """
-    end_marker = object()
+    end_marker: Any = object()
     while (item := together(lambda: next(items, end_marker))) is not end_marker:
         yield item
 

@@ -61,8 +61,8 @@ def _sharding_of(params: Params | Array) -> Any:
 
 def mesh_of(params: Params) -> Mesh | None:
     """Returns the mesh that weights are sharded over, or None on a single device."""
-    sharding = _sharding_of(params)
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    mesh = getattr(_sharding_of(params), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def replicate_like(params: Params, tree: T) -> T:
@@ -108,7 +108,7 @@ def local_rows(mesh: Mesh | None, num_rows: int) -> slice:
     if mesh is None:
         return slice(0, num_rows)
     sharding = NamedSharding(mesh, P(_row_axes(mesh, num_rows)))
-    device_indices = sharding.addressable_devices_indices_map((num_rows,)).values()
+    device_indices: Any = sharding.addressable_devices_indices_map((num_rows,)).values()
     # Start and stop of the rows of each device; devices with equal rows count once.
     spans = sorted({row_slice.indices(num_rows)[:2] for (row_slice,) in device_indices})
     if any(stop != next_start for (_, stop), (next_start, _) in itertools.pairwise(spans)):

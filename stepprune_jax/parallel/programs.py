@@ -73,7 +73,7 @@ def jit_for_weights(
     static: tuple[str, ...],
     donate: tuple[str, ...] = (),
     answers: bool = False,
-) -> Callable[..., Any]:
+) -> Any:
     """Applies `jax.jit` to a function whose first argument is the weights.
 
     The function is compiled with the `OPTIONS` of the weights' platform and with jax's default
@@ -100,7 +100,7 @@ def jit_for_weights(
     def with_unstacked_layers(params, *args, **kwargs):
         return function(unstack(params) if has_large_layers(params) else params, *args, **kwargs)
 
-    jitted = {
+    jitted: dict[str, Any] = {
         platform: jax.jit(
             with_unstacked_layers if answers and platform == "gpu" else function,
             static_argnames=static,
@@ -118,7 +118,6 @@ def jit_for_weights(
             params = _layer_views(params)
         return jitted[platform], params
 
-    @functools.wraps(function)
     def call(params, *args, **kwargs):
         program, params = select_program(params)
         with jax_defaults():
@@ -135,11 +134,12 @@ def jit_for_weights(
         program, params = select_program(params)
         return program.trace(params, *args, **kwargs)
 
-    call.num_compiled = lambda: sum(
+    wrapped: Any = functools.update_wrapper(call, function)
+    wrapped.num_compiled = lambda: sum(
         program._cache_size() + _num_evicted[program] for program in jitted.values()
     )
-    call.trace = jax_defaults()(trace)
-    return call
+    wrapped.trace = jax_defaults()(trace)
+    return wrapped
 
 
 def _layer_views(params: Params) -> Params:

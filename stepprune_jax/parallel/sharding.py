@@ -7,6 +7,7 @@ derives the placement of all other arrays.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -32,7 +33,7 @@ BATCH_RULES: Rules = ((r".*", P(BATCH)),)
 
 
 def build_mesh(
-    preset: str | Mapping[str, int] = "single", devices: Sequence[jax.Device] | None = None
+    preset: str | Mapping[str, int] = "single", devices: Sequence[Any] | None = None
 ) -> Mesh:
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
@@ -70,7 +71,7 @@ def build_mesh(
         return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def _parse_sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
+def _parse_sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
     """Returns the sizes of mesh axes that a text describes.
 
     Args:
@@ -157,7 +158,8 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
             return leaf_sharding
         full_spec = [*spec, *[None] * (len(leaf.shape) - len(spec))]  # one entry per axis
         scale_spec = P(*full_spec[:-2], full_spec[-1])  # scales have no axis of rows
-        return Int8Kernel(leaf_sharding, NamedSharding(mesh, scale_spec))
+        kernel: Any = leaf_sharding, NamedSharding(mesh, scale_spec)
+        return Int8Kernel(*kernel)
 
     return jax.tree_util.tree_map_with_path(
         sharding_of, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)

@@ -39,6 +39,7 @@ from stepprune_jax.policy.sampling import leave_one_out, price_stop, sample
 from stepprune_jax.policy.scores import trajectory_scores
 from stepprune_jax.policy.selection import choose, rank, select
 from stepprune_jax.policy.soft_topk import soft_topk
+from stepprune_jax.policy.warm_start import WarmStart, token_importance, warm_start_loss
 
 __all__ = [
     "POINTER",
@@ -58,6 +59,7 @@ __all__ = [
     "StepFn",
     "StopPrice",
     "Trajectory",
+    "WarmStart",
     "abstract_policy",
     "calibrate_stop_bias",
     "cast_weights",
@@ -76,7 +78,9 @@ __all__ = [
     "sample",
     "select",
     "soft_topk",
+    "token_importance",
     "train_loss",
     "trajectory_scores",
     "update_stats",
+    "warm_start_loss",
 ]

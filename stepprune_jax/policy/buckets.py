@@ -3,6 +3,7 @@
 A bucket is a size that shapes are padded to. A ladder is an ascending tuple of buckets.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Int
 
 
+@functools.cache
 def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
     """Returns the sizes 16, 24, 32, 48, 64, 96, 128, ..., up to and including `max_tokens`.
 
@@ -42,6 +44,7 @@ def choose_bucket(count: ArrayLike, buckets: Sequence[int]) -> int:
     return min(sufficient_buckets)
 
 
+@functools.cache
 def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
     """Returns the sizes 64, 80, 96, 112, 128, 160, ..., up to and including `largest`.
 

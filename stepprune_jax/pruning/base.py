@@ -48,7 +48,7 @@ class Pruner:
         budget: tokens to keep per image: a `Budget`, or an argument of `Budget.parse`, such as 64,
             "1/9" or "adaptive"; None selects `default_budget`.
         name: name of the method in commands.
-        label: name of the method in tables.
+        label: name of the method in tables; `name` if a class does not set it.
         leaves: names of the fields that are numbers, arrays or trees of arrays.
         budgets: supported kinds of budgets.
         schedules: options that set the number of tokens in place of a budget.
@@ -82,6 +82,8 @@ class Pruner:
 
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
+        if "name" in vars(cls) and "label" not in vars(cls):
+            cls.label = cls.name
         jax.tree_util.register_pytree_with_keys(
             cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
         )
@@ -106,14 +108,15 @@ class Pruner:
             options: names of the options that are set.
 
         Returns:
-            "adaptive" for a method that decides the number of tokens. "all" for a method that keeps
-            all tokens, or if an option is one of `schedules`. Otherwise "unset", which `check`
-            refuses.
+            "adaptive" for a method that decides the number of tokens. The only budget of a method
+            that has one. "all" if an option is one of `schedules`. Otherwise "unset", which
+            `check` refuses.
         """
         if "adaptive" in cls.budgets:
             return Budget("adaptive")
-        keeps_all = cls.budgets == ("all",) or bool({*cls.schedules} & {*options})
-        return Budget("all" if keeps_all else "unset")
+        if len(cls.budgets) == 1:
+            return Budget(cls.budgets[0])
+        return Budget("all" if {*cls.schedules} & {*options} else "unset")
 
     @property
     def without_weights(self: AnyPruner) -> AnyPruner:
@@ -181,7 +184,7 @@ class Pruner:
         """Returns the intermediates of the tower that the method reads."""
         return ()
 
-    def program(self) -> "Pruner":
+    def program(self: AnyPruner) -> AnyPruner:
         """Returns the pruner without its exact count, so that all counts share programs.
 
         `keep` reads exact counts from its inputs, and `drop` gets them as an argument.
@@ -199,12 +202,11 @@ class Pruner:
             The kept tokens.
         """
         # This base class keeps all tokens.
-        (r, n), valid = inputs.tokens.shape[:2], inputs.valid
-        count = jnp.full(r, n, jnp.int32) if valid is None else valid.sum(1, dtype=jnp.int32)
+        r, n = inputs.tokens.shape[:2]
         index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (r, n))
-        if valid is None and capacity == n:  # without padding, no token has to be gathered
-            return Kept(index, index, inputs.whole, jnp.ones((r, n), bool), count)
-        return take(inputs.whole, index, count, capacity)
+        if inputs.mask is None and capacity == n:  # without padding, no token has to be gathered
+            return Kept(index, index, inputs.whole, inputs.valid, jnp.full(r, n, jnp.int32))
+        return take(inputs.whole, index, inputs.valid.sum(1, dtype=jnp.int32), capacity)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the layers of the language model before which the method drops tokens.

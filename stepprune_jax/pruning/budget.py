@@ -21,6 +21,7 @@ EXACT = ("count", "rate")
 # Expected value of each kind, for error messages.
 _VALUES = {
     "all": "no number",
+    "none": "no number",
     "unset": "no number",
     "count": "an integer from 1",
     "rate": "a share in (0, 1]",
@@ -46,12 +47,12 @@ class Budget:
     """Number of tokens to keep per image.
 
     Attributes:
-        kind: "all" keeps all tokens. "count" is the same number for every image. "rate" is a
-            fraction of each image's tokens. "mean" is the mean number of a learned stop with a
-            calibrated bias. "adaptive" leaves the number to the method, such as an uncalibrated
-            learned stop; "own" is accepted as an older name. "unset" is a missing budget of a
-            method that needs one; see `Pruner.default_budget`.
-        value: the number or fraction; None for "all", "adaptive" and "unset".
+        kind: "all" keeps all tokens, and "none" no token. "count" is the same number for every
+            image. "rate" is a fraction of each image's tokens. "mean" is the mean number of a
+            learned stop with a calibrated bias. "adaptive" leaves the number to the method, such as
+            an uncalibrated learned stop; "own" is accepted as an older name. "unset" is a missing
+            budget of a method that needs one; see `Pruner.default_budget`.
+        value: the number or fraction; None for all other kinds.
 
     Raises:
         ValueError: an unknown kind, or a value that the kind does not allow.
@@ -66,7 +67,7 @@ class Budget:
         value = self.value
         if self.kind not in _VALUES:
             raise UserError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
-        if self.kind in ("all", "adaptive", "unset"):
+        if self.kind in ("all", "none", "adaptive", "unset"):
             is_valid = value is None
         elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
             is_valid = False
@@ -96,7 +97,7 @@ class Budget:
             kind = type(text).__name__
             raise UserError(f"budget is a {kind}, expected {_READABLE}")
         text = str(text)
-        if text in ("all", "adaptive", "own"):
+        if text in ("all", "none", "adaptive", "own"):
             return cls(text)
         # Fraction("1e999999999") would not finish, so exponents are not read.
         has_no_exponent = "e" not in text.lower()
@@ -114,7 +115,7 @@ class Budget:
     @property
     def is_exact(self) -> bool:
         """Whether the number of kept tokens follows from the size of the image."""
-        return self.kind in (*EXACT, "all", "unset")
+        return self.kind in (*EXACT, "all", "none", "unset")
 
     @property
     def number(self) -> int | float | Fraction:
@@ -137,6 +138,8 @@ class Budget:
         """Returns the number of kept tokens of `num_tokens`; requires `is_exact`."""
         if self.kind in ("all", "unset"):
             return num_tokens
+        if self.kind == "none":
+            return 0
         if self.kind == "count":
             return min(int(self.number), num_tokens)
         assert self.kind == "rate"

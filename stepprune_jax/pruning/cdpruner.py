@@ -78,7 +78,7 @@ class CDPruner(Ranker):
         Returns:
             The order of the tokens.
         """
-        is_token = jnp.ones(inputs.tokens.shape[:2], bool) if inputs.valid is None else inputs.valid
+        is_token = inputs.valid
         # Tokens are chosen from the parts of an image in turn. The second half is part 0, because
         # it takes the first turn.
         num_tokens = is_token.sum(1, keepdims=True)

@@ -33,7 +33,7 @@ class DivPrune(Ranker):
 
     def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by farthest-point selection."""
-        is_token = jnp.ones(inputs.tokens.shape[:2], bool) if inputs.valid is None else inputs.valid
+        is_token = inputs.valid
         return Ranking(farthest_first(unit_vectors(inputs.tokens, inputs.valid), is_token, steps))
 
 

@@ -50,8 +50,7 @@ class Downsample(Pruner):
         """
         height, width = inputs.grid[:, :1], inputs.grid[:, 1:]
         tokens = inputs.whole.astype(jnp.float32)
-        if inputs.valid is not None:
-            tokens = jnp.where(inputs.valid[..., None], tokens, 0)
+        tokens = jnp.where(inputs.valid[..., None], tokens, 0)
         cell = jnp.arange(capacity)[None]
         # The line of a cell is the number of its band.
         band, num_bands, cell_in_band, cells_per_band = arrange_in_lines(

@@ -75,9 +75,8 @@ class HiPrune(Pruner):
             The kept tokens.
         """
         object_attention, last_attention, *tile = inputs.taps  # `tile` has one array or none
-        r, n = object_attention.shape
-        is_token = jnp.ones((r, n), bool) if inputs.valid is None else inputs.valid
-        num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(r, jnp.int32)
+        is_token = inputs.valid
+        num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(len(is_token), jnp.int32)
         tokens_per_tile = inputs.count // num_tiles
         # An anchor and its four neighbours take five tokens. `round` rounds halves to even.
         anchors_per_tile = jnp.round(tokens_per_tile * self.alpha / 5).astype(jnp.int32)

@@ -115,8 +115,7 @@ class HoloV(Pruner):
     def _keep_by_received_attention(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps tokens in a model without a class token, whose images may differ in size."""
         received = inputs.taps[0]
-        is_token = jnp.ones(received.shape, bool) if inputs.valid is None else inputs.valid
-        is_kept = keep_in_crops(inputs.tokens, received, is_token, inputs.count, self.alpha)
+        is_kept = keep_in_crops(inputs.tokens, received, inputs.valid, inputs.count, self.alpha)
         order = jnp.argsort(~is_kept, axis=1, stable=True).astype(jnp.int32)
         return take(inputs.whole, order, inputs.count, capacity)
 

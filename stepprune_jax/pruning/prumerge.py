@@ -46,6 +46,8 @@ class PruMerge(Pruner):
     version: ClassVar[int] = 2
     budgets: ClassVar[tuple[str, ...]] = ("adaptive", *EXACT)
     positions: ClassVar[str] = "compact"
+    # With a budget, one in this many patches is kept for its attention.
+    patches_per_top: ClassVar[int] = 1
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects models without a class token, and a negative number of neighbours."""
@@ -111,7 +113,9 @@ class PruMerge(Pruner):
 
     def _count_top(self, attention: Float[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r"]:
         """Returns the number of patches that are kept for their attention."""
-        return _by_outliers(attention, kept_outliers) if self._is_adaptive else count - 1
+        if self._is_adaptive:
+            return _by_outliers(attention, kept_outliers)
+        return (count - 1) // self.patches_per_top
 
     def _mark_grid(
         self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]
@@ -132,14 +136,11 @@ class PruMergePlus(PruMerge):
 
     name = "prumerge_plus"
     label = "PruMerge+"
+    patches_per_top: ClassVar[int] = 4
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
         """Returns the counts; without a budget, a grid may keep all patches and their sum."""
         return Schedule(self.budget.count(num_tokens), num_tokens + self._is_adaptive)
-
-    def _count_top(self, attention: Float[Array, "r n"], count: Int[Array, "r"]) -> Int[Array, "r"]:
-        """Returns the number of outliers, or a quarter of the kept tokens."""
-        return _by_outliers(attention, kept_outliers) if self._is_adaptive else (count - 1) // 4
 
     def _mark_grid(
         self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]

@@ -16,7 +16,9 @@ class PrunerInputs(NamedTuple):
     Attributes:
         tokens: [r, n, d] visual tokens in raster order, before the projector; after the projector
             for pruners with `after_projector`.
-        valid: [r, n] True = token, a prefix of each row; None if all rows have n tokens.
+        mask: [r, n] True = token, a prefix of each row; None if all rows have n tokens. Methods
+            read the property `valid`, which is always an array. None lets `AllTokens` and policies
+            omit operations that XLA would keep for an array of True.
         grid: [r, 2] int32 rows and columns of the image's patches.
         text: [r, l, e] word embeddings of the user's turns.
         text_valid: [r, l] True = word.
@@ -30,7 +32,7 @@ class PrunerInputs(NamedTuple):
     """
 
     tokens: Float[Array, "r n d"]
-    valid: Bool[Array, "r n"] | None
+    mask: Bool[Array, "r n"] | None
     grid: Int[Array, "r 2"]
     text: Float[Array, "r l e"]
     text_valid: Bool[Array, "r l"]
@@ -39,6 +41,11 @@ class PrunerInputs(NamedTuple):
     count: Int[Array, "r"]
     taps: tuple[Array, ...] = ()
     deep: Float[Array, "r n D"] | None = None
+
+    @property
+    def valid(self) -> Bool[Array, "r n"]:
+        """[r, n] True at tokens, which come first in each row; False at the padding after them."""
+        return jnp.ones(self.tokens.shape[:2], bool) if self.mask is None else self.mask
 
     @property
     def whole(self) -> Float[Array, "r n w"]:

@@ -114,7 +114,7 @@ class VisionZip(Pruner):
             # The rank in turns replaces the score, so all tiles have equally many dominant tokens.
             score = -jnp.argsort(order, axis=1).astype(jnp.float32)
         else:
-            is_token = jnp.ones(score.shape, bool) if inputs.valid is None else inputs.valid
+            is_token = jnp.ones(score.shape, bool) if has_class_token else inputs.valid
         num_dominant, num_contextual = self.split(inputs.count)
         is_dominant, is_target, tokens = merge(
             score,

@@ -19,7 +19,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress, SampledSubsets
+from stepprune_jax.policy import (
+    Inputs,
+    Limits,
+    PolicyConfig,
+    Progress,
+    SampledSubsets,
+    WarmStart,
+)
 from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
 from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
@@ -31,6 +38,7 @@ from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.policy.soft_topk import cumlogsumexp
+from stepprune_jax.policy.warm_start import WARM_START_STEPS, normalize_importance
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
@@ -371,6 +379,28 @@ class AutoSelect(Policy):
 
         picks, log_prob = jax.vmap(sample_subset)(threefry(keys))
         return SampledSubsets(picks, log_prob, entropy(logits))
+
+    @implicit_promotion()
+    def warm_start(self, key: Array, inputs: Inputs, importance: Float[Array, "b n"]) -> WarmStart:
+        """Computes the cross-entropy of the softmax of the scores to the importance of tokens.
+
+        Args:
+            key: not used.
+            inputs: image and question.
+            importance: [b, n] importance of each token, at least 0.
+
+        Returns:
+            The loss, and metrics; `covered` is of the eight tokens with the best scores.
+        """
+        del key
+        target = normalize_importance(importance, inputs.real)
+        logits = scores(self.params, self.config, inputs)
+        top_tokens = best_first(logits)[:, :WARM_START_STEPS]
+        return WarmStart(
+            loss=-jnp.mean(jnp.sum(target * jax.nn.log_softmax(logits, axis=-1), axis=1)),
+            covered=jnp.mean(jnp.sum(jnp.take_along_axis(target, top_tokens, axis=1), axis=1)),
+            entropy=entropy(logits),
+        )
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:

@@ -24,6 +24,7 @@ from stepprune_jax.policy import (
     Progress,
     SampledSubsets,
     StopPrice,
+    WarmStart,
 )
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.config import is_number
@@ -322,7 +323,7 @@ class Selector(TrainedPruner, Ranker):
 
     Attributes:
         settings: name of the group of a run's configuration that holds the fields of `config`.
-        samples_subsets: whether the method defines `sample_subsets`.
+        samples_subsets: whether the method defines `sample_subsets` and `warm_start`.
         seed: seed of the sampled tokens.
         draw: sampling temperature, 0 for no sampling; None for the configuration's temperature.
     """
@@ -378,6 +379,22 @@ class Selector(TrainedPruner, Ranker):
 
         Returns:
             The subsets, with log-probabilities that are differentiable in the weights.
+
+        Raises:
+            ValueError: the method does not sample subsets.
+        """
+        raise UserError(f"{self.name} samples no subsets of tokens, expected a method that does")
+
+    def warm_start(self, key: Array, inputs: Inputs, importance: Float[Array, "b n"]) -> WarmStart:
+        """Computes the loss that trains the method towards the importance of tokens.
+
+        Args:
+            key: PRNG key; consumed.
+            inputs: image and question, never the answer.
+            importance: [b, n] importance of each token, as from `policy.token_importance`.
+
+        Returns:
+            The loss, which is differentiable in the weights, and metrics.
 
         Raises:
             ValueError: the method does not sample subsets.
@@ -517,7 +534,7 @@ class Selector(TrainedPruner, Ranker):
 
     def inputs(self, view: PrunerInputs) -> Inputs:
         """Converts the inputs of a pruner to inputs of the method; zero vectors are masked."""
-        mask = None if view.valid is None else nonzero_tokens(view.tokens, view.valid)
+        mask = None if view.mask is None else nonzero_tokens(view.tokens, view.valid)
         return Inputs(view.tokens, view.text, mask, view.text_valid, self.stats)
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:

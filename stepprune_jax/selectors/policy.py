@@ -344,6 +344,39 @@ class Policy(Selector):
         _expect_function("answer_loss_fn", answer_loss_fn)
         return rloo_loss(self, settings, check_key(key), inputs, answer_loss_fn)
 
+    def warm_start_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        importance: Float[AnyArray, "b n"],
+        **masks: Unpack[Masks],
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the loss of the warm start; see `stepprune_jax.warm_start_loss`.
+
+        Train with this loss before `rloo_loss`. The policy then learns where the frozen model
+        reads an answer, even if random tokens never suffice for one. `token_importance` computes
+        the importance of tokens from a loss of the frozen model.
+
+        Args:
+            key: PRNG key; consumed.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, never of the answer.
+            importance: [b, n] importance of each token, at least 0.
+            **masks: see `Masks`.
+
+        Returns:
+            The loss, and metrics: `covered` is the mean fraction of the importance that eight
+            sampled tokens have; `entropy` is the mean entropy of the pointer in nats.
+
+        Raises:
+            ValueError: the method samples no subsets, `importance` has another shape than [b, n],
+                or an error of all functions of `Policy`.
+        """
+        inputs = self._read_inputs(image, text, dict(masks))
+        warm = self.warm_start(check_key(key), inputs, jnp.asarray(importance))
+        return warm.loss, Aux({"covered": warm.covered, "entropy": warm.entropy}, ())
+
     def measure_subset_gain(
         self,
         key: Array,

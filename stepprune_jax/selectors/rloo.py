@@ -7,6 +7,7 @@ The objective uses no noise gate, no denoiser and no backward pass through the l
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -105,6 +106,22 @@ class SubsetGain(NamedTuple):
         """Whether training can start with RLOO."""
         return self.gain - self._gain_error >= MIN_GAIN
 
+    def is_better_than(self, before: "SubsetGain") -> bool:
+        """Whether the mean reward of subsets rose by more than two standard errors.
+
+        Args:
+            before: the gain of subsets of the same questions, before a trial.
+        """
+        return self.sets - before.sets > 2 * math.hypot(self.error, before.error)
+
+    @property
+    def rewards(self) -> str:
+        """The mean rewards, for lines of the log."""
+        return (
+            f"mean probability of an answer: {self.sets:.3f} with a few, {self.luck:.3f} with a "
+            f"few of another image, {self.all:.3f} with all; {self.questions} questions"
+        )
+
     @property
     def _gain_error(self) -> float:
         """The standard error of `gain`; the error of the gain of all tokens is neglected."""
@@ -116,9 +133,7 @@ class SubsetGain(NamedTuple):
         return (
             f"a few tokens gain {100 * self.gain:.1f} +- {100 * self._gain_error:.1f} % of what "
             f"all tokens gain, {clarity} more than the {100 * MIN_GAIN:.0f} % from which sampled "
-            f"subsets teach a policy (mean probability of an answer: {self.sets:.3f} with a "
-            f"few, {self.luck:.3f} with a few of another image, {self.all:.3f} with all; "
-            f"{self.questions} questions)"
+            f"subsets teach a policy ({self.rewards})"
         )
 
 

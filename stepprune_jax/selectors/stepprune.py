@@ -18,6 +18,7 @@ from stepprune_jax.policy import (
     Progress,
     SampledSubsets,
     StopPrice,
+    WarmStart,
 )
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.gathering import as_arrays
@@ -121,6 +122,10 @@ class StepPrune(Policy):
             text_gate=progress.text_gate,
             stop_bias=draw_log_prices(price_key, self.config, num_rows),
         )
+
+    def warm_start(self, key: Array, inputs: Inputs, importance: Float[Array, "b n"]) -> WarmStart:
+        """Trains the pointer towards the importance of tokens; see `policy.warm_start_loss`."""
+        return policy.warm_start_loss(self.params, self.config, key, inputs, importance)
 
     def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> StopPrice:
         """Computes the expected price of the learned stop's tokens with `policy.price_stop`."""

@@ -234,12 +234,8 @@ class _Reply:
             finish_reason = tokens.finish
         message = {"role": "assistant", "content": "".join(texts)}
         choice = self._format_choice({"message": message}, finish_reason, self._answer_ids)
-        return {
-            **self._fields,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": self._count_usage(),
-        }
+        fields = {**self._fields, "object": "chat.completion", "choices": [choice]}
+        return {**fields, "usage": self._count_usage()}
 
     async def stream(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
@@ -281,9 +277,11 @@ class _Reply:
             New tokens, and the text that is complete with these tokens. If the answer reaches one
             of the request's stop texts, the last tokens have the finish reason "stop".
         """
+        # A token is decoded on the event loop. This takes 10 to 20 microseconds, at any length of
+        # the answer: less than to pass the token to another thread and back.
         text_stream = TextStream(self._tokenizer, self._chat.stop_texts)
-        # A response without stream or stop texts needs no partial text. Decoding all tokens once
-        # at the end is much faster.
+        # A response without stream or stop texts needs no partial text, so all tokens are decoded
+        # once at the end.
         is_incremental = self._chat.is_streamed or self._chat.stop_texts
         while True:
             self._answer_ids += tokens.ids

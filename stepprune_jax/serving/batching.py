@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, disable_created_metrics
@@ -152,7 +152,7 @@ class Batcher:
             self._queue_changed.notify()
         self._thread.join()
 
-    async def events(self, chat: Any) -> AsyncIterator[Any]:
+    async def events(self, chat: Any) -> AsyncGenerator[Any]:
         """Queues a request and yields its events. Closing the iterator cancels the request.
 
         Args:

@@ -10,8 +10,8 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import httpx2
 import jax
@@ -75,13 +75,14 @@ def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
         # Repeats images up to a padded number, which bounds the number of tower programs.
         indices = pad_rows(len(images.grid), 1)
         pixels = jax.tree.map(lambda leaf: leaf[indices], images.pixels)
-        images = Images(*(field[indices] for field in images[:3]), pixels)
+        grid, sizes, seed = images.grid[indices], images.sizes[indices], images.seed[indices]
+        images = Images(grid, sizes, seed, pixels)
         images = pipeline.encode(model, images, pruner.taps(model.config), options.execution)
     batch = plan_batch(model, pruner, prompts, images, options)
-    batch = pipeline.complete_plan(model, batch)  # Selects the tokens.
-    embeddings, lengths = pipeline.embed(model, batch)
+    inputs = pipeline.prepare_prefill(model, batch)  # Selects the tokens.
+    embeddings, lengths = pipeline.embed(model, inputs)
     starts = map(
-        AnswerStart, lengths.tolist(), batch.visual_tokens.tolist(), batch.num_kept.tolist()
+        AnswerStart, lengths.tolist(), inputs.visual_tokens.tolist(), inputs.num_kept.tolist()
     )
     rows = [
         PromptRow(padded_row[: start.prompt_tokens], start)
@@ -178,7 +179,7 @@ class EngineBackend:
             raise _engine_error(response.status_code, response.content)
         return response
 
-    async def answer(self, chat: ChatRequest) -> AsyncIterator[AnswerStart | AnswerTokens]:
+    async def answer(self, chat: ChatRequest) -> AsyncGenerator[Any]:
         """Yields the events of an answer. Closing the iterator cancels the engine's work.
 
         Args:
@@ -196,14 +197,11 @@ class EngineBackend:
         async with self._connection_errors():
             if self._engine_model is None:
                 models = (await self._get("/v1/models")).json()
-                self._engine_model = models["data"][0]["id"]
+                self._engine_model = str(models["data"][0]["id"])
             body = await asyncio.to_thread(self._completion_body, chat, row, self._engine_model)
-            async with self._client.stream(
-                "POST",
-                "/v1/completions",
-                content=body,
-                headers={"content-type": "application/json"},
-            ) as response:
+            headers, path = {"content-type": "application/json"}, "/v1/completions"
+            stream = self._client.stream("POST", path, content=body, headers=headers)
+            async with stream as response:
                 if response.status_code != 200:
                     self._engine_model = None  # The engine may have been restarted with another.
                     raise _engine_error(response.status_code, await response.aread())
@@ -236,8 +234,8 @@ class EngineBackend:
             "model": engine_model,
             "prompt_embeds": base64.b64encode(tensor_file(row.embeddings)).decode(),
             "max_tokens": chat.options.max_tokens,
-            "temperature": float(chat.sampling.temperature),
-            "top_p": float(chat.sampling.top_p),
+            "temperature": chat.sampling.temperature,
+            "top_p": chat.sampling.top_p,
             "top_k": 0,
             "repetition_penalty": self._model.repetition_penalty,
             "stream": True,

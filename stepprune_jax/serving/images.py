@@ -57,9 +57,8 @@ def read_image(url: object, field_path: str, limits: RequestLimits) -> Image.Ima
     if limits.folder is not None and scheme.startswith("file://"):
         # The name may contain commas, so it is taken from the complete URL.
         name = str(url).removeprefix("file://")
-        return _decode_image(
-            _read_file(limits.folder, name, field_path, limits.bytes), field_path, limits.pixels
-        )
+        content = _read_file(limits.folder, name, field_path, limits.bytes)
+        return _decode_image(content, field_path, limits.pixels)
     if not _DATA_URL.fullmatch(scheme):
         expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
         raise messages_error(
@@ -86,20 +85,20 @@ def _decode_image(content: bytes, field_path: str, max_pixels: int) -> Image.Ima
     Raises:
         RequestError: the image is damaged, in another format, or too large.
     """
+    size_error = messages_error(f"{field_path} has more than {max_pixels} pixels", 413)
     try:
         # Pillow warns about large images and refuses very large ones. `max_pixels` replaces the
         # warning; Pillow's refusal becomes the same error.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=FORMATS)  # Reads the header only.
-        is_too_large = image.width * image.height > max_pixels
-    except Image.DecompressionBombError:
-        is_too_large = True
+    except Image.DecompressionBombError as error:
+        raise size_error from error
     except Exception as error:  # Pillow's decoders may raise any exception.
         message = f"{field_path} is damaged or in another format, expected {', '.join(FORMATS)}"
         raise messages_error(message) from error
-    if is_too_large:
-        raise messages_error(f"{field_path} has more than {max_pixels} pixels", 413)
+    if image.width * image.height > max_pixels:
+        raise size_error
     try:
         return open_image(image, as_shown=True)
     except UserError as error:

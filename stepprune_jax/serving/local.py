@@ -6,13 +6,14 @@ A batch runs until all its answers have ended, so this backend suits a few users
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
+from typing import Any
 
 import jax
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Batch, PrefillResult
+from stepprune_jax.inference.base import PrefillInputs, PrefillResult
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.plan import plan_batch
@@ -77,17 +78,17 @@ class LocalBackend:
     async def check(self) -> None:
         """No-op: this backend is always healthy."""
 
-    async def answer(self, chat: ChatRequest) -> AsyncIterator[AnswerStart | AnswerTokens]:
-        """Yields the events of an answer. Closing the iterator cancels the request.
+    def answer(self, chat: ChatRequest) -> AsyncGenerator[Any]:
+        """Iterates over the events of an answer. Closing the iterator cancels the request.
 
         Args:
             chat: the request.
 
-        Yields:
-            The token counts of the prompt, and then the tokens of the answer one by one.
+        Returns:
+            An iterator of an `AnswerStart` with the token counts of the prompt, and then of one
+            `AnswerTokens` per token.
         """
-        async for event in self.batcher.events(chat):
-            yield event
+        return self.batcher.events(chat)
 
     def _padded_max_tokens(self, chat: ChatRequest) -> int:
         """Returns the length limit of the program, which is at least the limit of the request.
@@ -134,14 +135,14 @@ class LocalBackend:
         generator, request = self._join_batch(chats)
         prompts, options = request.prompts(), generator.options
         batch = plan_batch(self._model, generator.placed, prompts, request.images, options)
-        batch = pipeline.complete_plan(self._model, batch)
-        key = bool(chats[0].sampling.temperature), _batch_shape(batch)
+        inputs = pipeline.prepare_prefill(self._model, batch)
+        key = bool(chats[0].sampling.temperature), _batch_shape(inputs)
         if key not in shapes:
             shapes.add(key)
-            state = pipeline.prefill(self._model, batch, generator.resolved).state
+            state = pipeline.prefill(self._model, inputs, generator.resolved).state
             steps = pipeline.decode(self._model, state, generator.resolved, options)
             jax.block_until_ready(next(steps, None))  # All decoding steps are the same program.
-        return int(batch.num_kept[0])
+        return int(inputs.num_kept[0])
 
     def _run(self, jobs: Sequence[Job]) -> None:
         """Answers a batch of jobs with equal keys, and reports the events of each job.
@@ -168,13 +169,15 @@ class LocalBackend:
             for row_index, token in generator.stream(request, report_start):
                 if row_index < len(jobs) and num_remaining[row_index]:
                     num_remaining[row_index] -= 1
-                    is_finite = token >= 0  # The stream has a negative id for logits with NaN.
                     finish_reason = "length" if num_remaining[row_index] == 0 else None
                     finish_reason = "stop" if token in eos_ids else finish_reason
-                    if finish_reason or not is_finite:
+                    event = AnswerTokens((token,), finish_reason)
+                    if token < 0:  # The stream has a negative id for logits with NaN.
+                        _logger.warning("a request has no answer: %s", NotFiniteError.REASON)
+                        event = RequestError(500, NotFiniteError.REASON)
+                    if finish_reason or token < 0:
                         num_remaining[row_index] = 0
-                    tokens = AnswerTokens((token,), finish_reason)
-                    jobs[row_index].put(tokens if is_finite else _not_finite_error())
+                    jobs[row_index].put(event)
                 if all(
                     job.is_abandoned or count == 0
                     for job, count in zip(jobs, num_remaining, strict=True)
@@ -182,20 +185,10 @@ class LocalBackend:
                     break
 
 
-def _not_finite_error() -> RequestError:
-    """Logs that a request's logits are not finite, and returns the error for its client."""
-    _logger.warning("a request has no answer: %s", NotFiniteError.REASON)
-    return RequestError(500, NotFiniteError.REASON)
-
-
-def _batch_shape(batch: Batch) -> Hashable:
+def _batch_shape(inputs: PrefillInputs) -> Hashable:
     """Returns the plan and the shapes of a batch, which determine its prefill and decode programs.
 
     Programs also depend on pruner and sampling, which are not included.
     """
-    # The input of the prefill is the result of the last stage that has run: layers of the language
-    # model before a cut (`paused`), the selection (`kept`), or the preparation (`pairs`).
-    stage_results = batch.paused, batch.kept, batch.pairs
-    inputs = next(stage for stage in stage_results if stage is not None)
-    leaves, structure = jax.tree.flatten((inputs, batch.layout))
-    return batch.plan, structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+    leaves, structure = jax.tree.flatten((inputs.tokens, inputs.layout))
+    return inputs.plan, structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)

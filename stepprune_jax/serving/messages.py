@@ -321,9 +321,9 @@ class RequestParser:
             RequestError: the prompt might exceed the context limit.
         """
         limit, max_visual = self.model.backbone.CONTEXT_LIMIT, 0
+        sizes = () if request.images is None else request.images.sizes
         for image_index in request.image_of[0]:
-            image_size = int(request.images.sizes[image_index])
-            max_visual += pruner.schedule(self.model.config, image_size).bound
+            max_visual += pruner.schedule(self.model.config, int(sizes[image_index])).bound
         num_text = len(request.ids[0]) - len(request.image_of[0])  # Each image has one id.
         if num_text + max_visual > limit:
             raise messages_error(
@@ -360,8 +360,9 @@ class RequestParser:
                     f"{field_path}.role is {quote(role)}, expected {expected_role!r}: user and "
                     "assistant alternate after the system messages"
                 )
+            max_images = self.limits.images - len(images)
             text, message_images = self._read_content(
-                fields.get("content"), field_path, role, max_images=self.limits.images - len(images)
+                fields.get("content"), field_path, is_user=role == "user", max_images=max_images
             )
             images += message_images
             num_characters += len(text)
@@ -389,14 +390,14 @@ class RequestParser:
         return system_prompt, turns, images
 
     def _read_content(
-        self, content: Any, field_path: str, role: str, *, max_images: int
+        self, content: Any, field_path: str, *, is_user: bool, max_images: int
     ) -> tuple[str, list[Image.Image]]:
         """Reads the content of one message.
 
         Args:
             content: a text, or a list of text parts and image_url parts; None if it is missing.
             field_path: path of the message, such as "messages[0]", for error messages.
-            role: role of the message. Only users may send images.
+            is_user: whether a user wrote the message. Only users may send images.
             max_images: largest number of images in this message.
 
         Returns:
@@ -418,7 +419,7 @@ class RequestParser:
                 message = f"{part_path}.type is {quote(part_type)}, expected 'text' or 'image_url'"
                 raise messages_error(message)
             fields = read_fields(part, part_path, PART)
-            if part_type == "image_url" and role == "user":
+            if part_type == "image_url" and is_user:
                 image_path = f"{part_path}.image_url"
                 if len(images) == max_images:
                     limit = self.limits.images

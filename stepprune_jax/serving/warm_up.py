@@ -268,7 +268,7 @@ class _WarmUp:
         """
         config, num_images, max_visual = self._model.config, kind.num_images, 0
         is_joint = has_joint_bucket(config, num_images)
-        if num_images and not (is_joint and enters_known(config, pruner)):
+        if kind.images is not None and not (is_joint and enters_known(config, pruner)):
             # `bound` is the largest number of tokens that the pruner keeps of an image.
             image_size = self._model.backbone.num_padded_tokens(kind.images.pixels)
             max_visual = num_images * pruner.schedule(config, image_size).bound
@@ -289,7 +289,7 @@ class _WarmUp:
             num_large: number of images with the size of the kind's images. All further images have
                 the smallest size.
         """
-        if not kind.num_images:
+        if kind.images is None:
             return 0
         config = self._model.config
         smallest_count = exact_counts(config, pruner, self._image_sizes).min()

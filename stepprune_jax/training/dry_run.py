@@ -32,7 +32,6 @@ from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
-from stepprune_jax.training.recipes import AUTO
 from stepprune_jax.training.settings import AcceleratorSettings, Run
 from stepprune_jax.training.step_config import (
     Devices,
@@ -395,7 +394,7 @@ def _report(
     phase_hours = []
     for cost, config in zip(costs, configs, strict=True):
         num_steps = config.phase.num_steps
-        if run.recipe == AUTO:
+        if len(costs) > 1:
             yield f"phase       {config.phase.objective.title}"
         yield from _report_phase(cost, run, devices)
         phase_hours.append(cost.hours(num_steps, device, utilisation))
@@ -406,11 +405,7 @@ def _report(
             "config.accelerator.utilisation)"
         )
     if len(costs) > 1:
-        yield (
-            f"auto        {sum(phase_hours):.3g} hours if it begins with the gate, "
-            f"{costs[-1].hours(run.steps, device, utilisation):.3g} if all {run.steps} updates "
-            f"use {configs[-1].phase.objective.title}"
-        )
+        yield f"in all      {sum(phase_hours):.3g} hours for {run.steps} updates"
 
 
 def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:

@@ -8,8 +8,7 @@ import jax
 
 from stepprune_jax.parallel import distributed
 from stepprune_jax.selectors import Policy
-from stepprune_jax.training.objectives import GATE
-from stepprune_jax.training.recipes import AUTO
+from stepprune_jax.training.objectives import WARM_START
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.user_input import UserError
@@ -88,10 +87,8 @@ class Hooks:
         interval = self._run.validation.every
         if self._validation is not None and (step % interval == 0 or is_last):
             entropy = float(metrics.get("entropy", math.nan))
-            # The diagnosis may advise another recipe. "auto" has already measured whether RLOO can
-            # replace the gate, so it gets no advice.
-            is_measured_choice = (self._run.recipe, objective) == (AUTO, GATE)
-            recipe = "" if is_measured_choice else objective
+            # The diagnosis gives advice on recipes. The warm start is a part of a recipe.
+            recipe = "" if objective == WARM_START else objective
             row = self._validation(step, policy(), entropy, recipe)  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)

@@ -20,7 +20,7 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.sequence import Kept
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows
-from stepprune_jax.policy import Pruned
+from stepprune_jax.policy import Pruned, token_importance
 
 # Arrays of a batch: numpy arrays on the host, jax arrays in a program, shapes in a dry run.
 BatchArray = Any
@@ -151,14 +151,59 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 
 
 def _all_token_losses(
-    backbone: Backbone, options: ForwardOptions, params, tokens, targets: Targets
+    backbone: Backbone,
+    options: ForwardOptions,
+    params,
+    tokens,
+    targets: Targets,
+    own_answer: bool = False,
 ) -> Float[Array, " b"]:
     """Computes the losses of `row_scores` for rows that keep all visual tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
     num_tokens = jnp.asarray(backbone.num_tokens(targets.grid))
     kept = Pruned(index, tokens, index < num_tokens[:, None], num_tokens)
-    return row_scores(params, backbone, options, kept=kept, targets=targets)[0]
+    losses, _ = row_scores(
+        params, backbone, options, kept=kept, targets=targets, own_answer=own_answer
+    )
+    return losses
+
+
+def own_answer_importance(
+    params: Params,
+    backbone: Backbone,
+    options: ForwardOptions,
+    *,
+    tokens: Float[Array, "b n w"],
+    mean: Float[Array, "w"],
+    targets: Targets,
+) -> Float[Array, "b n"]:
+    """Computes how much each visual token contributes to the frozen model's own answers.
+
+    At each supervised place, the answer is the token that the model finds most probable. The
+    annotated tokens are read only as the text before the place.
+
+    Args:
+        params: weights of the frozen model.
+        backbone: the frozen model.
+        options: how the frozen model is run.
+        tokens: [b, n, w] visual tokens of each image before the projector.
+        mean: [w] mean of the tokens over training images.
+        targets: the conversations.
+
+    Returns:
+        [b, n] importance of each token, from one backward pass; see `policy.token_importance`.
+    """
+
+    def compute(rows):
+        tokens, targets = rows
+
+        def losses(tokens):
+            return _all_token_losses(backbone, options, params, tokens, targets, own_answer=True)
+
+        return token_importance(losses, tokens, mean)
+
+    return map_rows(compute, options, (tokens, targets))
 
 
 def row_scores(
@@ -169,6 +214,7 @@ def row_scores(
     kept: Pruned,
     targets: Targets,
     positions: str = "original",
+    own_answer: bool = False,
 ) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
     """Computes how well the frozen model predicts answers from the kept visual tokens.
 
@@ -179,6 +225,7 @@ def row_scores(
         kept: kept tokens of each row's image, before the projector.
         targets: the conversations.
         positions: position ids of the kept tokens, as in `assembly.assemble`.
+        own_answer: whether the model's most probable tokens replace the supervised tokens.
 
     Returns:
         losses: [b] summed cross-entropy of the supervised tokens of each row, in nats.
@@ -210,10 +257,11 @@ def row_scores(
     slot = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
     hidden = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
     log_prob = jax.nn.log_softmax(decoder.logits(language, backbone.config.text, hidden), axis=-1)
-    target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
-    is_most_probable = jnp.argmax(log_prob, axis=-1) == targets.target
+    most_probable = jnp.argmax(log_prob, axis=-1)
+    target = most_probable if own_answer else targets.target
+    target_log_prob = jnp.take_along_axis(log_prob, target[..., None], axis=-1)[..., 0]
     losses = -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
-    return losses, jnp.all(is_most_probable | ~targets.supervised, axis=1)
+    return losses, jnp.all((most_probable == target) | ~targets.supervised, axis=1)
 
 
 def answer_losses(

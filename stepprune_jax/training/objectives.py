@@ -16,7 +16,7 @@ from stepprune_jax.policy import Inputs, Progress, Pruned
 from stepprune_jax.selectors import Aux, Policy, RlooSettings, rloo_loss
 
 # Names of the objectives, and of the recipes that use only one of them.
-GATE, RLOO = "gate", "rloo"
+GATE, RLOO, WARM_START = "gate", "rloo", "warm_start"
 
 
 class ModelLoss(NamedTuple):
@@ -29,10 +29,13 @@ class ModelLoss(NamedTuple):
             answer tokens of the batch, []. Differentiable with respect to the tokens.
         of_subsets: maps kept tokens, whose leaves are [b, g, ...], and the name of their position
             ids ("original" or "compact") to the mean loss of each answer, [b, g].
+        importance: maps the inputs of a selector to the importance of each token for the model's
+            own answer, [b, n].
     """
 
     of_gated_tokens: Callable[[Float[Array, "b n w"]], Float[Array, ""]]
     of_subsets: Callable[[Pruned, str], Float[Array, "b g"]]
+    importance: Callable[[Inputs], Float[Array, "b n"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,3 +157,23 @@ class RlooObjective(Objective):
             return model_loss.of_subsets(kept, self.settings.positions)
 
         return rloo_loss(selector, self.settings, key, inputs, answer_losses, progress=progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartObjective(Objective):
+    """Cross-entropy to the importance of tokens for the frozen model's own answers."""
+
+    name: ClassVar[str] = WARM_START
+    title: ClassVar[str] = "the warm start"
+
+    def loss(
+        self,
+        selector: Policy,
+        key: Array,
+        inputs: Inputs,
+        model_loss: ModelLoss,
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes `Selector.warm_start` with the importance from one backward pass."""
+        warm = selector.warm_start(key, inputs, model_loss.importance(inputs))
+        return warm.loss, Aux({"covered": warm.covered, "entropy": warm.entropy}, progress.state)

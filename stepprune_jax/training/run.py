@@ -32,7 +32,7 @@ from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
-from stepprune_jax.training.objectives import GATE, RLOO
+from stepprune_jax.training.objectives import GATE, RLOO, WARM_START
 from stepprune_jax.training.recipes import AUTO, Auto, Phase
 from stepprune_jax.training.settings import Run, read_former_recipe
 from stepprune_jax.training.step_config import StepConfig, make_mesh, make_step_configs
@@ -162,9 +162,9 @@ def _configs_from(begin: str, run: Run, configs: Sequence[StepConfig]) -> Sequen
     """Returns the static part of the updates of each phase, given the first objective of "auto".
 
     Args:
-        begin: name of the first objective, "gate" or "rloo".
+        begin: name of the first objective, "gate", "rloo" or "warm_start".
         run: settings of a run of the recipe "auto".
-        configs: static part of the updates of each phase of a run that begins with the gate.
+        configs: static part of the updates of each phase of a run that begins with the warm start.
     """
     recipe = run.make_recipe()
     if not isinstance(recipe, Auto):  # the method cannot sample subsets
@@ -181,15 +181,16 @@ def _read_begin(workdir: Path, description: JsonObject) -> str:
         description: content of run.json.
 
     Returns:
-        "gate" or "rloo".
+        "gate", "rloo" or "warm_start".
 
     Raises:
         UserError: run.json has no such name.
     """
     begin = read_former_recipe(description.get(_BEGIN))
-    if begin not in (GATE, RLOO):
+    names = (GATE, RLOO, WARM_START)
+    if begin not in names:
         file = workdir / RUN_FILE
-        raise UserError(f"{file}: {_BEGIN!r} is {begin!r}, expected {GATE!r} or {RLOO!r}")
+        raise UserError(f"{file}: {_BEGIN!r} is {begin!r}, expected one of {', '.join(names)}")
     return begin
 
 
@@ -293,27 +294,38 @@ def _decide(
 
     Args:
         run: settings of the run.
-        configs: static part of the updates of each phase of a run that begins with the gate.
+        configs: static part of the updates of each phase of a run that begins with the warm start.
         trainer: the trainer before the first update; its phases are replaced by the chosen phases.
         interrupt: signals that stop the run.
 
     Returns:
-        Fields of run.json: the first objective, and the measured gain. None if a signal arrived.
+        Fields of run.json: the first objective, and the measured gains before and after the trial
+        of the warm start. None if a signal arrived.
     """
     if not trainer.policy().samples_subsets:
         distributed.say(f"Recipe: the gate, because {run.method} cannot sample subsets of tokens")
         return {_BEGIN: GATE}
-    gain = trainer.measure_subset_gain(
-        configs[-1], lambda: distributed.any_process(interrupt.requested)
-    )
+
+    def should_stop() -> bool:
+        return distributed.any_process(interrupt.requested)
+
+    gain = trainer.measure_subset_gain(configs[-1], should_stop)
     if gain is None:
         return None
-    begin = RLOO if gain.suffices else GATE
+    trial = gain
+    if len(configs) > 1:  # a share of 0 leaves the warm start out
+        trial = trainer.try_warm_start(configs[0], configs[-1], should_stop)
+        if trial is None:
+            return None
+    if trial.is_better_than(gain):
+        begin, reason = WARM_START, f"a trial of the warm start improves them: {trial.rewards}"
+    else:
+        begin, reason = (RLOO if gain.suffices else GATE), "a trial of the warm start does not help"
     configs = _configs_from(begin, run, configs)
     trainer.use_phases(configs)
     phases = [config.phase for config in configs]
-    distributed.say(f"Recipe: {_describe_phases(phases)}, because {gain}")
-    return {_BEGIN: begin, "signal": gain._asdict()}
+    distributed.say(f"Recipe: {_describe_phases(phases)}, because {gain}; {reason}")
+    return {_BEGIN: begin, "signal": gain._asdict(), "trial": trial._asdict()}
 
 
 def _describe_phases(phases: Sequence[Phase]) -> str:

@@ -10,17 +10,25 @@ from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.registry import trainable
 from stepprune_jax.selectors import AutoSelectConfig, SelectorConfig
 from stepprune_jax.settings import Settings, choice, count, setting, share
-from stepprune_jax.training.objectives import GATE, RLOO, GateObjective, RlooObjective
+from stepprune_jax.training.objectives import (
+    GATE,
+    RLOO,
+    WARM_START,
+    GateObjective,
+    RlooObjective,
+)
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.recipes import (
     AUTO,
-    GATE_SHARE,
     RECIPES,
     Auto,
     Gate,
     Recipe,
     Rloo,
     RlooTraining,
+    WarmStart,
+    WarmStartTraining,
+    default_lr,
 )
 from stepprune_jax.user_input import UserError
 
@@ -89,8 +97,8 @@ class Run(EvaluationRun):
     Attributes:
         method: name of the method to train, a key of `PRUNERS`.
         recipe: "gate" trains through the noise gate; "rloo" trains by RLOO on sampled subsets;
-            "auto" measures before training how much sampled subsets help, and begins with RLOO or
-            with the gate.
+            "warm_start" begins with the warm start and continues with RLOO; "auto" tries the warm
+            start before training, and chooses among these recipes.
         steps: updates of the run.
         batch_size: rows of an update, over all devices.
         text_gate_anneal: fraction of the gate's updates over which the text gate opens; 0 keeps the
@@ -107,6 +115,7 @@ class Run(EvaluationRun):
         autoselect: configuration of the method "autoselect", with widths as in `policy`.
         optimizer: the optimizer, with the learning rates of the gate.
         rloo: RLOO on sampled subsets, with its learning rates.
+        warm_start: the warm start of the recipes "warm_start" and "auto".
         start: file or name of a policy that provides the first weights. Its method, shape and
             number of heads must match the run; empty for random weights.
         accelerator: devices that a dry run plans for.
@@ -119,7 +128,7 @@ class Run(EvaluationRun):
         lambda value: value in trainable(),  # a lambda, because methods may be registered later
     )
     recipe: str = setting(
-        GATE, "one of gate, rloo (formerly sets), auto", lambda value: value in RECIPES
+        GATE, "one of gate, rloo (formerly sets), warm_start, auto", lambda value: value in RECIPES
     )
     steps: int = count(500)
     batch_size: int = count(32)
@@ -134,16 +143,20 @@ class Run(EvaluationRun):
     autoselect: SelectorConfig = AutoSelectConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
     rloo: RlooTraining = RlooTraining()
+    warm_start: WarmStartTraining = WarmStartTraining()
     start: str = ""
     accelerator: AcceleratorSettings = setting(AcceleratorSettings(), free=True)
     validation: ValidationSettings = setting(ValidationSettings(), free=True)
 
     def __post_init__(self):
         super().__post_init__()
-        num_steps, prefix = self.steps, ""  # of the shortest phase
-        if self.recipe == AUTO:
-            num_steps = self.steps - round(GATE_SHARE * self.steps)
-            prefix = "the shorter phase of "
+        recipe = self.make_recipe()
+        recipes = [recipe]
+        if isinstance(recipe, Auto):
+            recipes = [recipe.choose(begin) for begin in (GATE, WARM_START)]
+        phases = [phase for recipe in recipes for phase in recipe.phases(self.steps)]
+        num_steps = min(phase.num_steps for phase in phases)
+        prefix = "" if num_steps == self.steps else "the shorter phase of "
         expected = f"an integer from 0, below {prefix}config.steps ({num_steps})"
         self.optimizer.expect("warmup", self.optimizer.warmup < num_steps, expected)
 
@@ -163,16 +176,21 @@ class Run(EvaluationRun):
         With "auto", a method that cannot sample subsets is trained through the gate.
 
         Raises:
-            UserError: the recipe is "rloo" and the method cannot sample subsets.
+            UserError: the recipe needs a method that can sample subsets.
         """
         can_sample = trainable()[self.method].samples_subsets
         expected = f"{GATE} or {AUTO}, as {self.method} cannot sample subsets of tokens"
-        self.expect("recipe", can_sample or self.recipe != RLOO, expected)
+        self.expect("recipe", can_sample or self.recipe in (GATE, AUTO), expected)
         gate = Gate(GateObjective(self.text_gate_anneal), self.optimizer)
         if self.recipe == GATE or not can_sample:
             return gate
         rloo = self._make_rloo()
-        return rloo if self.recipe == RLOO else Auto(gate, rloo)
+        if self.recipe == RLOO:
+            return rloo
+        lr = self.warm_start.lr or default_lr(self.selector_config)
+        optimizer = dataclasses.replace(self.optimizer, lr=lr, final_lr=lr / 10, muon_lr=0.0)
+        warm_start = WarmStart(optimizer, rloo, self.warm_start.share)
+        return warm_start if self.recipe == WARM_START else Auto(warm_start, rloo, gate)
 
     def _make_rloo(self) -> Rloo:
         """Builds the recipe "rloo" for the method to train.
@@ -230,7 +248,11 @@ class Run(EvaluationRun):
         These include the groups of other methods, and the fields that the recipe does not read.
         """
         other_groups = {method.settings for method in trainable().values()} - {self.selector_group}
-        ignored = {GATE: (RLOO,), RLOO: tuple(self._ignored_by_rloo())}.get(self.recipe, ())
+        ignored = {
+            GATE: (RLOO, WARM_START),
+            RLOO: (*self._ignored_by_rloo(), WARM_START),
+            WARM_START: tuple(self._ignored_by_rloo()),
+        }.get(self.recipe, ())
         return (*super().free_fields(), *other_groups, *ignored)
 
     def _ignored_by_rloo(self) -> dict[str, str]:

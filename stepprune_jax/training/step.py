@@ -23,6 +23,7 @@ from stepprune_jax.training.language_loss import (
     answer_losses,
     lm_loss,
     map_rows,
+    own_answer_importance,
 )
 from stepprune_jax.training.objectives import ModelLoss, RlooObjective
 from stepprune_jax.training.optimizer import learning_rate, make_optimizer, mark_stop
@@ -153,7 +154,14 @@ def _make_model_loss(params: Params, config: StepConfig, batch: TrainingBatch) -
     def of_subsets(kept, positions):
         return answer_losses(*frozen_model, kept=kept, targets=targets, positions=positions)
 
-    return ModelLoss(of_gated_tokens, of_subsets)
+    def importance(inputs):
+        mean = inputs.stats.mean
+        if inputs.deep_stats is not None:
+            mean = jnp.concatenate([mean, inputs.deep_stats.mean])
+        tokens = inputs.with_deepstack
+        return own_answer_importance(*frozen_model, tokens=tokens, mean=mean, targets=targets)
+
+    return ModelLoss(of_gated_tokens, of_subsets, importance)
 
 
 def _update(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -22,7 +23,7 @@ from stepprune_jax.selectors.base import Weights
 from stepprune_jax.selectors.rloo import SubsetRewards, subset_gain
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches
-from stepprune_jax.training.recipes import Phase
+from stepprune_jax.training.recipes import TRIAL_SHARE, Phase
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step_config import StepConfig
 from stepprune_jax.workdir.checkpoints import Checkpoints
@@ -135,6 +136,47 @@ class Trainer:
             batch_rewards = jax.device_get(batch_rewards)
             rewards.append(SubsetRewards(*(array[:num_remaining] for array in batch_rewards)))
         return subset_gain(rewards)
+
+    def try_warm_start(
+        self, config: StepConfig, rloo_config: StepConfig, should_stop: Callable[[], bool]
+    ) -> SubsetGain | None:
+        """Makes a trial of the warm start, and measures the subsets that the policy then samples.
+
+        The trial uses the batches after those of the run. The weights are restored afterwards, so
+        an interrupted trial can be repeated.
+
+        Args:
+            config: static part of the updates of the warm start.
+            rloo_config: static part of updates by RLOO, as in `measure_subset_gain`.
+            should_stop: returns whether the run must stop; called before each batch.
+
+        Returns:
+            The mean gain after the trial. None if `should_stop` returned True.
+        """
+        run, first_config = self.run, self.config
+        # An update reuses the memory of its state.
+        state = jax.tree.map(jnp.copy, self.state)
+        self._enter(config)
+        key = jax.random.fold_in(jax.random.key(run.seed, impl=THREEFRY), 3)
+        for step_number in range(max(1, round(TRIAL_SHARE * run.steps))):
+            if should_stop():
+                return None
+            read_batch = functools.partial(self._batches.__getitem__, run.steps + step_number)
+            batch = place_rows(
+                config.forward.mesh, distributed.together(read_batch), run.batch_size
+            )
+            self.state, _ = step.update(
+                self._model.params,
+                self.state,
+                self.stats,
+                batch,
+                key=key,
+                step=np.int32(step_number),
+                config=config,
+            )
+        gain = self.measure_subset_gain(rloo_config, should_stop)
+        self.config, self.state = first_config, state
+        return gain
 
     def use_phases(self, configs: Sequence[StepConfig]) -> None:
         """Replaces the phases of the run; must be called before the first update.

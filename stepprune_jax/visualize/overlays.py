@@ -168,12 +168,14 @@ def _draw_overlay(overlay: Overlay) -> Image.Image:
     draw.text((0, _HEAD - 12), overlay.title, style.INK, font(25, bold=True), anchor="ls")
     draw.text((_SIDE, _HEAD - 12), overlay.category, style.SOFT, small_font, anchor="rs")
     baseline = _HEAD + _SIDE + 28
-    for line in wrap_pixels(overlay.text, _SIDE, small_font, max_lines=2):
-        draw.text((0, baseline), line, style.INK, small_font, anchor="ls")
-        baseline += 26
-    for line in wrap_pixels(mark + overlay.answer, _SIDE, bold_font, max_lines=2):
-        draw.text((0, baseline + 4), line, answer_color, bold_font, anchor="ls")
-        baseline += 26
+    for text, color, typeface in (
+        (overlay.text, style.INK, small_font),
+        (mark + overlay.answer, answer_color, bold_font),
+    ):
+        for line in wrap_pixels(text, _SIDE, typeface, max_lines=2):
+            draw.text((0, baseline), line, color, typeface, anchor="ls")
+            baseline += 26
+        baseline += 4  # space between question and answer
     return panel
 
 

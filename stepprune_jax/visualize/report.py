@@ -106,7 +106,9 @@ def write_page(
                 distributions += [f"<h2>{title}</h2>", distribution]
     caption = "Retention: score in % of the score with all tokens."
     blocks.append(_figure(draw_retention(table), caption))
-    blocks += [*map(_html_table, sections(table)), _html_list(notes(table)), *distributions]
+    blocks += map(_html_table, sections(table))
+    note_items = "".join(f"<li>{escape(note)}</li>\n" for note in notes(table))
+    blocks += [f"<ul>\n{note_items}</ul>" if note_items else "", *distributions]
     if command:
         blocks.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
     body = "\n".join(blocks)
@@ -158,12 +160,6 @@ def _html_table(section: Section) -> str:
     return f"{heading}<div class=table><table>\n" + "\n".join(lines) + "\n</table></div>"
 
 
-def _html_list(lines: Sequence[str]) -> str:
-    """Formats lines as an HTML list; without lines, the result is ""."""
-    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
-    return f"<ul>\n{items}</ul>" if lines else ""
-
-
 def _figure(png: bytes | None, caption: str) -> str:
     """Embeds a PNG image with a caption in HTML; for None, the result is ""."""
     if png is None:
@@ -196,7 +192,7 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
                 for file in files
                 if (file.provenance.method, file.provenance.mode) == (method, mode)
             ]
-            candidates.sort(key=lambda file: -file.provenance.budget)
+            candidates.sort(key=lambda file: -(file.provenance.budget or 0))
             if candidates:
                 return candidates[len(candidates) // 2]
         stop_files = [file for file in files if file.provenance.method == learned_stop(method)]
@@ -245,14 +241,17 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
                 _draw_line(axes, field, points, mode, looks[method])
             axes.set_xlabel(_AXES[field])
             axes.grid(axis="y")
-        _scale_token_axis(panels[0], table)
+        budgets = sorted({row.budget for row in table.rows if row.budget and row.mode == "exact"})
+        _set_log_ticks(panels[0], budgets, [f"{budget:,}" for budget in budgets])
         panels[0].set_ylabel("retention, %")
         handles = [
             Line2D([], [], color=looks[name][0], marker=looks[name][1], label=name)
             for name in methods
         ]
-        dashed_style = {"color": style.SOFT, "linestyle": "--", "marker": "o", "mfc": "white"}
-        handles.append(Line2D([], [], **dashed_style, label="adaptive: K on average"))
+        label = "adaptive: K on average"
+        handles.append(
+            Line2D([], [], color=style.SOFT, ls="--", marker="o", mfc="white", label=label)
+        )
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
         return _encode_png(figure)
 
@@ -270,20 +269,19 @@ def _draw_line(
         look: color and marker.
     """
     coordinates = [(point[field], point["retention"]) for point in points if point[field]]
-    options = {"linestyle": "--", "markerfacecolor": "white"} if mode == "adaptive" else {}
     if coordinates:
+        x, y = np.array(coordinates, float).T
         color, marker = look
-        x, y = zip(*coordinates, strict=True)
-        axes.plot(x, y, color=color, marker=marker, markersize=5, **options)
+        linestyle, fill = ("--", "white") if mode == "adaptive" else ("-", color)
+        axes.plot(x, y, color=color, marker=marker, ls=linestyle, markersize=5, mfc=fill)
 
 
-def _scale_token_axis(axes: Axes, table: BenchmarkTable) -> None:
-    """Makes the axis of kept tokens logarithmic, with ticks at the exact budgets."""
-    budgets = sorted({row.budget for row in table.rows if row.budget and row.mode == "exact"})
+def _set_log_ticks(axes: Axes, values: Sequence[float | int], labels: Sequence[str]) -> None:
+    """Makes the horizontal axis logarithmic, with labelled ticks at `values` only."""
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(FixedLocator(budgets))
-    axes.xaxis.set_major_formatter(FixedFormatter([f"{budget:,}" for budget in budgets]))
+    axes.xaxis.set_major_locator(FixedLocator(values))
+    axes.xaxis.set_major_formatter(FixedFormatter(labels))
 
 
 def count_buckets(
@@ -340,10 +338,7 @@ def draw_counts(
             color="#9db4cc",
         )
         axes.axvline(count.mean(), color=style.SOFT, linestyle="--")
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_locator(FixedLocator(edges))
-        axes.xaxis.set_major_formatter(FixedFormatter([f"{edge:.3g}" for edge in edges]))
+        _set_log_ticks(axes, edges.tolist(), [f"{edge:.3g}" for edge in edges])
         axes.set_xlabel(f"K, tokens kept of {num_tokens:,}")
         axes.set_ylabel("questions")
         if not np.isnan(mean_grade).all():
@@ -453,6 +448,8 @@ def _make_overlays(
     overlays = []
     for answer, grade in sorted(examples, key=lambda example: example[0].fields["kept"]):
         question = question_by_key[answer.id, answer.prompt]
+        if question.image is None:
+            continue
         grid = tuple(answer.fields["grid"])
         overlays.append(
             Overlay(

@@ -5,6 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,7 +21,7 @@ _PALETTE = (
     *("#999933", "#6a51a3", "#7f5539", "#44aa99", "#8c8c8c"),
 )
 _MARKERS = ("o", "^", "s")
-_STYLE = {
+_STYLE: dict[Any, object] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "text.color": INK,

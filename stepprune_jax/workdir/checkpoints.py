@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -162,7 +162,7 @@ def _read(manager: ocp.CheckpointManager, step: int, template: PyTree = None) ->
         arrays=ocp.args.StandardRestore(targets), beside=ocp.args.JsonRestore()
     )
     with naming(description, ValueError):
-        restored = manager.restore(step, args=restore_args)
+        restored: Any = manager.restore(step, args=restore_args)
     return Restored(step, restored.arrays, restored.beside)
 
 
@@ -401,7 +401,7 @@ class Interrupt:
 
     def __init__(self):
         self.number = 0
-        self._previous_handlers: dict[int, object] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():

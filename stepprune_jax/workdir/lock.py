@@ -2,20 +2,22 @@
 
 import contextlib
 import errno
+import importlib
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows has no fcntl.
-    fcntl = None
+from typing import Any
 
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import UserError
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ModuleNotFoundError:  # Windows has no fcntl.
+    fcntl = None
 
 _LOG = logging.getLogger(__name__)
 

@@ -133,16 +133,18 @@ class MetricsLog:
             The line for the log.
         """
         # JSON has no NaN. None replaces numbers that are not finite.
-        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        finite_row = {key: value if math.isfinite(value) else None for key, value in row.items()}
         path = self._paths[name]
         with file_named(path), path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        finite_scalars = {
-            prefix + key: value for key, value in row.items() if key != "step" and value is not None
+            file.write(json.dumps(finite_row) + "\n")
+        scalars = {
+            prefix + key: value
+            for key, value in finite_row.items()
+            if key != "step" and value is not None
         }
         for board in self._boards:
-            board.add(finite_scalars, row["step"])
-        return self._format_line(row, phase)
+            board.add(scalars, int(row["step"]))
+        return self._format_line(finite_row, phase)
 
     def _format_line(self, row: dict[str, float | int | None], phase: str) -> str:
         """Formats a row as a line for the log, by the templates of `_LINE_PARTS`.

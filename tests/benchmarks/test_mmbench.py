@@ -110,7 +110,7 @@ def test_cells_are_read_as_by_pandas(tmp_path):
     cells = row(1, options, "A", question="one\ntwo", image="x" * 300_000)
     path = write_rows(tmp_path / "t.tsv", [cells])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"dev\n", b"dev\r\n"))
-    (cells,) = read_rows(path)
+    ((_, cells),) = read_rows(path)
     assert cells["question"] == "one\ntwo" and cells["split"] == "dev" and cells["hint"] is None
     assert options_of(cells) == {"A": 'say "a"', "B": "b\tc", "D": "none"}
     assert len(cells["image"]) == 300_000

@@ -1,11 +1,10 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import test_mme
 from benchmark_files import write_lines
 from commands import status
+from processes import run_python
 from test_pope import layout
 
 from stepprune_jax.cli import convert as convert_command
@@ -39,7 +38,7 @@ def test_scoring_needs_no_jax(tmp_path):
     answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
     program = _HIDE_PACKAGES + "from stepprune_jax.cli import convert, score\n"
     program += f"score.main(['pope', '--data', {str(tmp_path)!r}, '--answers', {str(answers)!r}])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    run = run_python("-c", program)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("POPE  72.22")
 

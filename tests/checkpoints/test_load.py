@@ -136,24 +136,28 @@ def test_one_error_lists_all_weights_that_do_not_fit(tmp_path):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    "name", ["qweight", "weight.absmax", "weight_scale", "weight_scale_inv", "weight_packed", "SCB"]
-)
-def test_undeclared_quantized_tensors_are_refused_in_one_line(tmp_path, name):
-    folder, layer = testing.tiny_llava(tmp_path), "language_model.model.layers.1.mlp.up_proj"
-    _rewrite(folder, lambda tensors: tensors.update({f"{layer}.{name}": np.ones(3, np.int8)}))
-    with pytest.raises(ValueError, match=f"quantized weights .{layer}.{name} in model") as error:
-        _load(folder)
-    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+QUANTIZED = ("qweight", "weight.absmax", "weight_scale", "weight_scale_inv", "weight_packed", "SCB")
+# `save_pretrained` of the model inside a peft model writes such names.
+ADAPTERS = [
+    f"{part}.weight" for part in ("base_layer", "lora_A.default", "modules_to_save.default")
+]
 
 
-@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "modules_to_save.default"])
-def test_weights_with_an_unmerged_adapter_are_refused_in_one_line(tmp_path, part):
-    """`save_pretrained` of the model inside a peft model writes such names."""
+@pytest.mark.parametrize("name", [*QUANTIZED, *ADAPTERS])
+def test_quantized_tensors_and_unmerged_adapters_are_refused_in_one_line(tmp_path, name):
     folder, layer = testing.tiny_llava(tmp_path), "language_model.model.layers.1.mlp.up_proj"
-    renamed = f"{layer}.{part}.weight"
-    _rewrite(folder, lambda tensors: tensors.update({renamed: tensors.pop(f"{layer}.weight")}))
-    with pytest.raises(ValueError, match=f"hold an adapter .{renamed} in model.*merge") as error:
+    renamed, message = f"{layer}.{name}", "quantized weights .{} in model"
+
+    def add_quantized(tensors):
+        tensors[renamed] = np.ones(3, np.int8)
+
+    def rename(tensors):
+        tensors[renamed] = tensors.pop(f"{layer}.weight")
+
+    if name in ADAPTERS:
+        message = "hold an adapter .{} in model.*merge"
+    _rewrite(folder, rename if name in ADAPTERS else add_quantized)
+    with pytest.raises(ValueError, match=message.format(renamed)) as error:
         _load(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 

@@ -1,13 +1,10 @@
 """Measures the host memory of the loader in a separate process."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from processes import LONGEST
+from processes import run_python
 from shards import write_index
 
 from stepprune_jax import testing
@@ -70,13 +67,8 @@ def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path, weigh
     raw = testing.tiny_hf_config(8192, text=text)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     largest = _write_sparse(tmp_path, LlavaConfig.from_hf(raw))
-    run = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path), weights],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-        timeout=LONGEST,
-    )
+    variables = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    run = run_python("-c", _MEASURE, tmp_path, weights, **variables)
     assert run.returncode == 0, run.stderr
     size, extra = map(int, run.stdout.split())
     # A loader that staged all weights would need another `size` bytes, more than the margin. With

@@ -126,11 +126,8 @@ def test_ids_equal_the_prompt_and_labels_start_where_generation_does(tokenizer, 
     prompt = Llava.conversation(marked_turns)
     assert encoded.ids == tokenize_with_images(tokenizer, prompt, images)
     # The ids before each answer are the prompt that `generate` would get.
-    starts = [
-        n
-        for n, label in enumerate(encoded.labels)
-        if label != IGNORE and encoded.labels[n - 1] == IGNORE
-    ]
+    is_ignored = [label == IGNORE for label in encoded.labels]
+    starts = [n for n, ignored in enumerate(is_ignored) if not ignored and is_ignored[n - 1]]
     for number, start in enumerate(starts):
         prompt = Llava.conversation(marked_turns[: 2 * number + 1])
         assert encoded.ids[:start] == tokenize_with_images(tokenizer, prompt, images)

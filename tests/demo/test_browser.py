@@ -23,9 +23,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     pytest.importorskip("gradio", reason="the page needs Gradio: pip install '.[demo]'")
-    playwright_api = pytest.importorskip(
-        "playwright.sync_api", reason="a browser is driven by playwright"
-    )
+    reason = "a browser is driven by playwright"
+    playwright_api = pytest.importorskip("playwright.sync_api", reason=reason)
     if CHROMIUM is None:
         pytest.skip("there is no chromium")
     port = free_port()

@@ -22,18 +22,11 @@ from stepprune_jax.checkpoints.identity import policy_digest
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
-from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, sample_evenly
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import Conditions, plan_rows
 from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.inference import (
-    Generator,
-    RunOptions,
-    dataset,
-    encode,
-    generate,
-    read_request,
-)
+from stepprune_jax.inference import Generator, RunOptions, dataset, encode, generate, read_request
 from stepprune_jax.inference.decoding import run_decode
 from stepprune_jax.inference.encode import encode_questions
 from stepprune_jax.inference.programs import run_first_tokens, run_prefill, run_rank
@@ -299,9 +292,8 @@ def test_the_error_about_bad_logits_comes_after_all_other_answers(
     expected, answers = files(run), files(tmp_path)
     assert len(answers) == 6
     for (benchmark, method), rows in answers.items():
-        expected_rows = [
-            x for x in expected[benchmark, method] if x["question_id"] not in broken_ids
-        ]
+        all_rows = expected[benchmark, method]
+        expected_rows = [row for row in all_rows if row["question_id"] not in broken_ids]
         assert rows == expected_rows and (len(rows) == 9 - len(broken_ids) or benchmark == "pope")
 
 
@@ -326,7 +318,9 @@ def test_stop_biases_of_another_policy_are_added_to_the_cached_ones(
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
-    sample = CalibrationSet({}, spread({"pope": read_questions("pope", root)}, 8), decimals=3)
+    sample = CalibrationSet(
+        {}, sample_evenly({"pope": read_questions("pope", root)}, 8), decimals=3
+    )
     file = tmp_path / "stop_biases.json"
     biases = StopBiases(file, {"weights": "w"}, digests, settings.budgets)
     assert biases.read_cached(sample) == {}
@@ -357,23 +351,21 @@ def test_stop_biases_depend_on_the_size_of_images(copied, config):
 
 def test_samples_for_stop_biases_are_spread_over_benchmarks(root, config):
     questions = {name: read_questions(name, root) for name in ("pope", "scienceqa")}
-    sample = spread(questions, 4)
+    sample = sample_evenly(questions, 4)
     assert sample == [questions["pope"][n] for n in (0, 3)] + [
         questions["scienceqa"][n] for n in (0, 2)
     ]
     # With a limit of 0, all questions with an image.
-    assert len(spread(questions, 0)) == SIZES["pope"] + SIZES["scienceqa"] - 2
+    assert len(sample_evenly(questions, 0)) == SIZES["pope"] + SIZES["scienceqa"] - 2
     without_images = {"pope": [question._replace(image=None) for question in questions["pope"]]}
     with pytest.raises(ValueError, match="no question of pope has an image"):
-        spread(without_images, 8)
+        sample_evenly(without_images, 8)
     limited, complete = (
         generate_stage.read_sample(changed(config, validation_questions=limit), "folder")
         for limit in (4, 0)
     )
-    assert (len(limited.questions), len(complete.questions)) == (
-        4,
-        12,
-    ) and limited.about != complete.about
+    assert (len(limited.questions), len(complete.questions)) == (4, 12)
+    assert limited.identity != complete.identity
 
 
 def test_rows_share_one_ranking_per_chunk_and_images_are_encoded_once(
@@ -451,7 +443,7 @@ def test_devices_share_the_questions(run, config, tmp_path, monkeypatch, mesh, r
 def test_every_question_is_assigned_to_one_process(num_questions, chunk_length, count):
     indices = list(range(3, 3 + num_questions))
     shares = [
-        generate_stage.share(indices, chunk_length, process_index=index, num_processes=count)
+        generate_stage.split_chunks(indices, chunk_length, process_index=index, num_processes=count)
         for index in range(count)
     ]
     # Processes wait for each other after each chunk, so all need the same number of chunks.
@@ -498,9 +490,7 @@ def test_a_question_takes_as_long_in_a_batch_that_is_not_full(config, tmp_path, 
 
 
 def test_questions_without_any_image_are_answered(run, config, root, tmp_path, monkeypatch):
-    questions = [
-        question for question in read_questions("scienceqa", root) if question.image is None
-    ]
+    questions = [q for q in read_questions("scienceqa", root) if q.image is None]
     monkeypatch.setattr(EvaluationRun, "questions", lambda *_: questions)
     config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
     generate_answers(config, tmp_path)

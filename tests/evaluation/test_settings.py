@@ -37,7 +37,7 @@ def test_methods_may_be_names_of_pruners_or_labels():
     methods = "grid,fastv,visionzip,stepprune,AutoSelect"
     settings = small_run("model", "data", methods=methods, rows=rows).eval
     expected = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
-    assert [label for label in settings.labels if settings.wants(label)] == expected
+    assert [label for label in settings.labels if settings.is_selected(label)] == expected
 
 
 @pytest.fixture

@@ -71,6 +71,26 @@ def test_a_row_without_some_score_has_no_average():
     assert table.all_tokens is None and "no row of all tokens" in as_markdown(table)
 
 
+def test_the_image_gain_is_the_share_of_the_gain_over_the_blind_model():
+    blind = [score("mme", "no image", 100.0, 862.04), score("pope", "no image", 100.0, 50.0)]
+    table = merge_scores({"run": [*ALL_TOKENS, *blind, *STEPPRUNE]})
+    expected = 50 * ((1700.4 - 862.04) / 1000 + (81.26 - 50) / (85.94 - 50))
+    gains = {row["method"]: row["image_gain"] for row in as_objects(table)}
+    assert gains == {"all tokens": 100, "no image": 0, "StepPrune": pytest.approx(expected)}
+    assert [row[-1] for row in cells(table, "Scores")] == ["100.0", f"{expected:.1f}", "0.0"]
+    # Where the image gains nothing, the share is not defined.
+    useless_image = [blind[0], score("pope", "no image", 100.0, 85.94)]
+    table = merge_scores({"run": [*ALL_TOKENS, *useless_image, *STEPPRUNE]})
+    assert {row["image_gain"] for row in as_objects(table)} == {None}
+
+
+def test_one_benchmark_has_a_column_of_the_image_gain_if_the_blind_row_exists():
+    blind = score("pope", "no image", 100.0, 50.0)
+    rows = as_objects(merge_scores({"run": [ALL_TOKENS[1], blind, STEPPRUNE[1]]}))
+    assert [row["image_gain"] for row in rows] == [100, round(100 * 31.26 / 35.94, 2), 0]
+    assert "image_gain" not in as_objects(merge_scores({"run": [ALL_TOKENS[1]]}))[0]
+
+
 def test_a_note_says_if_pruning_costs_more_time_than_it_saves():
     def is_noted(*times):
         rows = [score("mme", f"m{t}", 88.9, 1.0, ms=t, gflops=1.0) for t in times]

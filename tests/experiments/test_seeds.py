@@ -35,10 +35,8 @@ def trained(monkeypatch):
 
     def train(config, folder):
         calls.append(folder.name)
-        is_scorer = config.method == "autoselect"
-        save_policy(
-            (one_shot if is_scorer else stepprune)(config.seed), folder / "policy.safetensors"
-        )
+        make_policy = one_shot if config.method == "autoselect" else stepprune
+        save_policy(make_policy(config.seed), folder / "policy.safetensors")
         (folder / FOLDER / "100").mkdir(parents=True)  # A folder with a checkpoint is claimed.
 
     monkeypatch.setattr(seeds.training, "train", train)

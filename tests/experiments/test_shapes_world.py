@@ -74,10 +74,8 @@ def test_relevant_patches_have_the_centers_of_the_objects(grid):
 def painted(picture, side, grid):
     """Returns the palette indices of the colorful pixels of each patch."""
     patch_side = side // grid
-    patches = (
-        np.asarray(picture, np.int32).reshape(grid, patch_side, grid, patch_side, 3).swapaxes(1, 2)
-    )
-    patches = patches.reshape(grid * grid, -1, 3)
+    pixels = np.asarray(picture, np.int32).reshape(grid, patch_side, grid, patch_side, 3)
+    patches = pixels.swapaxes(1, 2).reshape(grid * grid, -1, 3)
     palette = np.array(list(COLORS.values()))
     nearest = np.abs(patches[:, :, None] - palette).sum(-1).argmin(-1)
     is_painted = np.ptp(patches, axis=-1) > 70
@@ -181,10 +179,8 @@ def test_images_of_several_sizes_show_the_same_scenes(tmp_path):
     plain = write_world(tmp_path / "plain", **settings)
     mixed = write_world(tmp_path / "mixed", sizes=(48, 64, 96), **settings)
     equal_files = ["train.json", "test.jsonl", "test_answers.jsonl", "train_mentions.npz"]
-    for name in [
-        *equal_files,
-        "images/train_000002.png",
-    ]:  # This image has the size of the plain world.
+    # The image has the size of the plain world.
+    for name in (*equal_files, "images/train_000002.png"):
         assert (plain / name).read_bytes() == (mixed / name).read_bytes()
     for number, side in enumerate([48, 64, 96, 48]):
         with Image.open(mixed / "images" / f"train_{number:06d}.png") as picture:
@@ -192,23 +188,19 @@ def test_images_of_several_sizes_show_the_same_scenes(tmp_path):
     questions = read_questions(mixed / "test.jsonl", mixed / "images")
     scene_facts = read_scenes(mixed / "test_scenes.jsonl", questions)
     _, queries = scene_at(4, "test", 0, 6)
-    assert [fact.relevant for fact in scene_facts[: len(queries)]] == [
-        query.relevant for query in queries
-    ]
+    relevant = [fact.relevant for fact in scene_facts[: len(queries)]]
+    assert relevant == [query.relevant for query in queries]
     with (
         np.load(plain / "train_patches.npz") as plain_labels,
         np.load(mixed / "train_patches.npz") as mixed_labels,
     ):
         assert {*plain_labels} ^ {*mixed_labels} == {"value_place", "value_offset"}
         assert mixed_labels["class_kind"].shape == (4, 144)
-        assert (
-            not mixed_labels["class_kind"][0, 36:].any()
-            and mixed_labels["class_kind"][0, :36].any()
-        )
-        np.testing.assert_array_equal(plain_labels["class_kind"][2], mixed_labels["class_kind"][2])
-        np.testing.assert_array_equal(
-            plain_labels["image_presence"], mixed_labels["image_presence"]
-        )
+        kinds = mixed_labels["class_kind"]
+        assert kinds[0, :36].any() and not kinds[0, 36:].any()
+        np.testing.assert_array_equal(plain_labels["class_kind"][2], kinds[2])
+        presence = (labels["image_presence"] for labels in (plain_labels, mixed_labels))
+        np.testing.assert_array_equal(*presence)
         assert np.isnan(mixed_labels["share_across"][0, 36:]).all()
 
 
@@ -221,10 +213,5 @@ def test_relative_places_point_from_the_patch_to_the_shape(scenes):
             # 12 pixels a patch of 8 along 96.
             row, column = divmod(int(patch), 8)
             x, y = column + 0.5 + label[patch, 0], row + 0.5 + label[patch, 1]
-            matching_shapes = [
-                shape
-                for shape in scene.shapes
-                if np.hypot(shape.x - 12 * x, shape.y - 12 * y) < 0.2
-            ]
-            assert len(matching_shapes) == 1, patch
-            np.testing.assert_allclose(12 * label[patch, 2], matching_shapes[0].radius, atol=0.05)
+            radii = [s.radius for s in scene.shapes if np.hypot(s.x - 12 * x, s.y - 12 * y) < 0.2]
+            np.testing.assert_allclose([12 * label[patch, 2]], radii, atol=0.05)

@@ -99,10 +99,8 @@ def test_packed_logits_equal_the_logits_of_separate_prompts(model, images):
     index = jnp.array([[0, 3, 5], [1, 5, 8]])
     real = index < GRIDS.prod(1)[:, None]
     tokens = jnp.take_along_axis(features, index[..., None], axis=1)
-    visible, no_slots = (
-        VisibleTokens(tokens, index, real, real, GRIDS),
-        jnp.zeros((2, 0), jnp.int32),
-    )
+    visible = VisibleTokens(tokens, index, real, real, GRIDS)
+    no_slots = jnp.zeros((2, 0), jnp.int32)
     packed_logits, middle = jax.jit(run_packed, static_argnums=1)(
         params, backbone, visible, packed, no_slots
     )

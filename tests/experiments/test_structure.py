@@ -1,12 +1,10 @@
-"""The initial tower: its position code, and heads that attend to neighbors."""
-
-import math
+"""The initial tower: its heads attend to neighbors."""
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.pretrain.structure import AROUND, fourier_code, init_tower, shift
+from experiments.pretrain.structure import AROUND, init_tower
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
 
@@ -14,27 +12,6 @@ from stepprune_jax.models.llava.config import ClipConfig
 pytestmark = pytest.mark.slow
 
 CONFIG = ClipConfig(128, 16, 3, 8, 48, 8)
-
-
-def test_the_code_has_cosines_and_sines_of_odd_multiples_of_the_position():
-    # Two rows and two columns, one frequency each: pi / 2 a step.
-    expected = [[1, 0, 1, 0], [1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 0, 1]]
-    np.testing.assert_allclose(fourier_code(2, 4), expected, atol=1e-7)
-    code = fourier_code(4, 8)[4 * 1 + 3]  # row 1 and column 3 of 4, frequencies 1 and 3
-    angles = [math.pi / 4, 3 * math.pi / 4, 3 * math.pi / 4, 9 * math.pi / 4]
-    expected = [function(angle) for angle in angles for function in (math.cos, math.sin)]
-    np.testing.assert_allclose(code, expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("offset", [(1, -1), (-2, 0)])
-def test_a_shift_maps_a_code_to_the_code_of_the_neighbor(offset):
-    side, width = 6, 16
-    code, matrix = fourier_code(side, width), shift(offset, side, width)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(width), atol=1e-6)
-    shifted = (code @ matrix).reshape(side, side, width)
-    neighbors = np.roll(code.reshape(side, side, width), (-offset[0], -offset[1]), (0, 1))
-    interior = np.s_[2:-2, 2:-2]  # Patches whose neighbors are in the image.
-    np.testing.assert_allclose(shifted[interior], neighbors[interior], atol=1e-6)
 
 
 def test_initial_heads_of_the_first_block_attend_to_one_neighbor():

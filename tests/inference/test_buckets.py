@@ -7,20 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation_reference import ByQuestion
-from tiny_llava_next import tiny_next_config
 from tiny_qwen import qwen_tokenizer, tiny_qwen3_config, tiny_qwen_config
 from visual import noise
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import Generator, Request, RunOptions
+from stepprune_jax.inference import Generator, Request, RunOptions, pipeline
 from stepprune_jax.inference.base import read_images
 from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import Llava
-from stepprune_jax.models.llava.images import LlavaImageSettings
-from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.images import QwenImageSettings
 from stepprune_jax.models.qwen3_vl import Qwen3_VL
@@ -36,7 +32,6 @@ from stepprune_jax.policy.buckets import (
 )
 from stepprune_jax.pruning import AllTokens
 from stepprune_jax.registry import build_pruner
-from stepprune_jax.testing import tiny_hf_config
 
 SIDE = 8  # pixels of a token's side
 
@@ -51,22 +46,10 @@ def qwen(max_tokens, kind=Qwen3_VL, config=tiny_qwen3_config):
 def one_layer(tokenizer):
     """Describes a Qwen2.5-VL that compiles in little time."""
     raw = tiny_qwen_config(tokenizer, num_hidden_layers=1)
-    return raw | {
-        "vision_config": raw["vision_config"] | {"depth": 1, "fullatt_block_indexes": [0]}
-    }
+    raw["vision_config"] |= {"depth": 1, "fullatt_block_indexes": [0]}
+    return raw
 
 
-FAMILIES = {
-    "qwen3_vl": lambda: qwen(1000),
-    "llava_next": lambda: (
-        LlavaNext.read(tiny_next_config(), None),
-        LlavaImageSettings(resize_to=24, crop_to=24),
-    ),
-    "llava": lambda: (
-        Llava.read(tiny_hf_config(), None),
-        LlavaImageSettings(resize_to=24, crop_to=24),
-    ),
-}
 PRUNERS = {
     "all": AllTokens(),
     "random": build_pruner("random", "2/9"),
@@ -86,8 +69,9 @@ def make_request(backbone, settings, size, text, words):
 def shapes(model, pruner, request):
     """Returns the plan and the shapes that decide the program of a request."""
     batch = plan_batch(model, pruner, request.prompts(), request.images, RunOptions(1))
-    leaves, tree = jax.tree.flatten((batch.pairs, batch.layout))
-    return batch.plan, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    inputs = pipeline.prepare_prefill(model, batch)
+    leaves, tree = jax.tree.flatten((inputs.tokens, inputs.layout))
+    return inputs.plan, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def test_the_padded_sizes_of_image_and_text_decide_all_shapes():
@@ -97,10 +81,8 @@ def test_the_padded_sizes_of_image_and_text_decide_all_shapes():
     sizes, texts = ((7 * SIDE, 23 * SIDE), (16 * SIDE, 20 * SIDE), (99, 150)), (65, 90, 128)
     for pruner in PRUNERS.values():
         pairs = itertools.product(sizes, texts)
-        reached = {
-            shapes(model, pruner, make_request(backbone, settings, *pair, 30)) for pair in pairs
-        }
-        assert len(reached) == 1
+        requests = (make_request(backbone, settings, *pair, 30) for pair in pairs)
+        assert len({shapes(model, pruner, request) for request in requests}) == 1
 
 
 @pytest.mark.parametrize("pruner", [AllTokens(), build_pruner("grid", 64)], ids=str)
@@ -142,9 +124,8 @@ def test_sizes_are_rounded_up_by_one_rule_each():
     assert [power_of_two(count) for count in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
     assert round_up(np.array([0, 1, 8, 9]), 8).tolist() == [0, 8, 8, 16]
     assert fraction_ladder(576) == (72, 144, 288, 576) and fraction_ladder(3) == (1, 2, 3)
-    assert pad_rows(5, 2).tolist() == [0, 1, 2, 3, 4, 0] and pad_rows(10, 5).tolist() == [
-        *range(10)
-    ]
+    assert pad_rows(5, 2).tolist() == [0, 1, 2, 3, 4, 0]
+    assert pad_rows(10, 5).tolist() == [*range(10)]
     ids = np.array([[1, 2, 3]])
     assert pad_ids(ids, 5).tolist() == [[1, 2, 3, 0, 0]] and pad_ids(ids, 2).tolist() == [[1, 2]]
     assert (prompt_width(30), prompt_width(33), prompt_width(70_000)) == (32, 48, 70_000)

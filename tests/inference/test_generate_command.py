@@ -73,10 +73,8 @@ def test_one_json_object_a_trace_and_an_overlay(files, llava_model, capfd):
     expected_fields |= {"pruner": "fastv", "pruner_options": {"layer": "1"}}
     expected_fields |= json.loads(json.dumps(expected._asdict()))
     assert record_of_answer.items() >= expected_fields.items()
-    assert (
-        record_of_answer["ttft_ms"] > record_of_answer["compile_ms"] >= 0
-        and record_of_answer["tokens_per_s"] > 0
-    )
+    assert record_of_answer["ttft_ms"] > record_of_answer["compile_ms"] >= 0
+    assert record_of_answer["tokens_per_s"] > 0
     with np.load(trace) as arrays:
         assert set(arrays) == set(traces[0])
         for name, array in arrays.items():
@@ -95,9 +93,8 @@ def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
         as_json(files, capsys, *question, *budget)["kept_indices"]
         for budget in (("--mean_budget", 2.5), ("--stop_bias", 0.0), ("--budget", "mean:2.5"))
     ]
-    assert kept_indices[0] == kept_indices[1] == kept_indices[2] and len(
-        kept_indices[0][0]
-    ) in range(1, 5)
+    assert kept_indices[0] == kept_indices[1] == kept_indices[2]
+    assert len(kept_indices[0][0]) in range(1, 5)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert run(files, *question, "--mean_budget", 3.99) == 0
@@ -134,13 +131,10 @@ def test_a_conversation_until_exit(files, llava_model, capsys, monkeypatch):
     assert "the prompt is not UTF-8 text: '\\udcff'" in err
     images, options = [files / "1.png"], RunOptions(6, "compact")
     (first,) = generate(llava_model, ["What is this?"], images, options=options)
-    (second,) = generate(
-        llava_model, [["What is this?", first.text, "red"]], images, options=options
-    )
+    turns = ["What is this?", first.text, "red"]
+    (second,) = generate(llava_model, [turns], images, options=options)
     answer_lines = [line for line in out.split("\n") if line and not line.startswith("[kept")]
-    assert "\n".join(answer_lines) == "\n".join(
-        line for text in (first.text, second.text) for line in text.split("\n") if line
-    )
+    assert answer_lines == [x for x in f"{first.text}\n{second.text}".split("\n") if x]
 
 
 @pytest.mark.parametrize("stdin", [None, io.StringIO("")], ids=["closed", "empty"])
@@ -215,6 +209,17 @@ def ask(files, *arguments):
 
 
 @pytest.fixture
+def questions(files, question_file, tmp_path):
+    """The flags for a file of questions. The last one is the file of the answers."""
+    flags = ("--questions", question_file, "--image_folder", files)
+    return (*flags, "--out", tmp_path / "out.jsonl")
+
+
+def read_answers(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
 def question_file(files, tmp_path):
     lines = [
         {"question_id": f"q{n}", "image": f"{n % 2 + 1}.png", "text": text}
@@ -225,13 +230,11 @@ def question_file(files, tmp_path):
     return path
 
 
-def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
-    files, llava_model, question_file, tmp_path, monkeypatch, capfd
-):
-    out = tmp_path / "out.jsonl"
-    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
+def test_a_file_of_questions_is_resumed(files, llava_model, questions, monkeypatch, capfd):
+    """Each answer equals the answer to one question, in the first call and after a kill."""
+    *_, out = questions
     assert ask(files, *questions) == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    answers = read_answers(out)
     policy = load_policy(files / "policy")
     for number, line in enumerate(answers):
         image = random_image(number % 2 + 1)
@@ -241,11 +244,11 @@ def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
         assert (line["kept"], line["visual_tokens"], line["pruner"]) == (3, 9, "stepprune")
         assert line["kept_indices"] == [*answer.kept_indices[0]]
         assert line["ms"] is None or line["ms"] > 0
-    # Killed within the third line: it and the rest are answered again, and nothing else.
+    # A call that was killed within its third line has two answers.
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:2]) + lines[2][:20])
     assert ask(files, *questions) == 0
-    resumed = [json.loads(line) for line in out.read_text().splitlines()]
+    resumed = read_answers(out)
     assert resumed[-1]["ms"] > 0  # nothing was compiled any more
     without_time = {"ms": 0}
     assert [line | without_time for line in resumed] == [line | without_time for line in answers]
@@ -255,11 +258,8 @@ def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
     assert "has an answer to every question" in capfd.readouterr().err
 
 
-def test_a_question_with_broken_logits_is_named_once_all_others_are_answered(
-    files, question_file, tmp_path, monkeypatch, capfd
-):
-    out = tmp_path / "out.jsonl"
-    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
+def test_a_question_with_broken_logits_is_named_last(files, questions, monkeypatch, capfd):
+    *_, out = questions
     answer = Generator.answer_set
 
     def answer_broken(generator, *arguments, **options):
@@ -272,15 +272,13 @@ def test_a_question_with_broken_logits_is_named_once_all_others_are_answered(
     assert "error: question q0: the model's logits are not finite." in message
     assert message.endswith(f"All other answers are in {out}")
     monkeypatch.setattr(Generator, "answer_set", answer)
-    ids = [json.loads(line)["question_id"] for line in out.read_text().splitlines()]
-    assert ids == ["q1", "q2", "q3", "q4"]
+    assert [line["question_id"] for line in read_answers(out)] == ["q1", "q2", "q3", "q4"]
     assert ask(files, *questions) == 0  # the question is asked again
-    assert json.loads(out.read_text().splitlines()[-1])["question_id"] == "q0"
+    assert read_answers(out)[-1]["question_id"] == "q0"
 
 
-def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_path, capfd):
-    out = tmp_path / "out.jsonl"
-    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
+def test_what_a_file_of_questions_does_not_go_with(files, question_file, questions, capfd):
+    *_, out = questions
     assert ask(files, *questions) == 0
     for arguments, message in (
         (
@@ -298,9 +296,8 @@ def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_pat
         assert message in capfd.readouterr().err
 
 
-def test_answers_about_other_images_or_by_another_policy_are_not_continued(
-    files, question_file, tmp_path, capfd
-):
+def test_answers_to_other_questions_are_not_continued(files, question_file, tmp_path, capfd):
+    """The other questions are about other images, or their answers are by another policy."""
     out, policy = tmp_path / "out.jsonl", save_policy(stepprune(), tmp_path / "policy")
     (tmp_path / "images" / "more").mkdir(parents=True)
     for number, name in enumerate(("1.png", "2.png", "more/1.png")):

@@ -52,10 +52,8 @@ def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, name, tmp_path):
         if name == "stepprune"
         else None
     )
-    columns, method = (
-        32 if tokens == MANY else 128,
-        build_pruner(name, 100, policy=policy_of_method),
-    )
+    columns = 32 if tokens == MANY else 128
+    method = build_pruner(name, 100, policy=policy_of_method)
     for missing in (0, 2, 3):
         before, rows = num_compiled(), tokens // columns - missing
         images = [noise(rows, (8 * rows, 8 * columns))]  # a token has 8 x 8 pixels

@@ -17,12 +17,10 @@ REASON = "an image of 2010 x 10 pixels is too narrow: expected sides of at most 
 def test_an_image_is_named_by_its_place_or_file(qwen_model, tmp_path):
     valid_image, path = Image.new("RGB", (20, 10)), tmp_path / "narrow.png"
     NARROW.save(path)
-    with pytest.raises(ValueError) as caught:
-        read_request(qwen_model, ["One?", "Both?"], [valid_image, [valid_image, NARROW]])
-    assert str(caught.value) == f"image 1 of prompt 1 ('Both?'): {REASON}"
-    with pytest.raises(ValueError) as caught:
-        read_request(qwen_model, ["One?", "Both?"], [valid_image, [valid_image, str(path)]])
-    assert str(caught.value) == f"{path}: {REASON}"
+    for image, name in ((NARROW, "image 1 of prompt 1 ('Both?')"), (str(path), path)):
+        with pytest.raises(ValueError) as caught:
+            read_request(qwen_model, ["One?", "Both?"], [valid_image, [valid_image, image]])
+        assert str(caught.value) == f"{name}: {REASON}"
     # In training.
     backbone, settings = qwen_model.backbone, qwen_model.image_settings
     with pytest.raises(ValueError) as caught:

@@ -11,13 +11,7 @@ from small_world import WIDTHS, random_params
 
 from stepprune_jax import PolicyConfig
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.inference import (
-    RunOptions,
-    encode_questions,
-    generate,
-    pipeline,
-    read_request,
-)
+from stepprune_jax.inference import RunOptions, encode_questions, generate, pipeline, read_request
 from stepprune_jax.registry import build_pruner, selector_of
 from stepprune_jax.selectors import AutoSelectConfig
 

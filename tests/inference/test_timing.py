@@ -4,7 +4,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import pytest
 from generation_reference import random_image
 from small_world import stepprune
 
@@ -51,8 +50,6 @@ def test_the_first_answer_tells_its_compilation_and_the_second_has_none(llava_mo
     assert 0 < first_times.compiling < first_times.first_token
     assert second_times.compiling == 0.0 < second_times.first_token < first_times.first_token
     assert second_times.tokens_per_s > 0 and first_times.tokens_per_s > 0
-    assert "of it preparing programs" in str(first_times)
-    assert "preparing" not in str(second_times)
 
 
 def test_a_single_token_has_no_rate(llava_model):
@@ -61,15 +58,7 @@ def test_a_single_token_has_no_rate(llava_model):
     assert times.tokens_per_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        (Times(0.0123, 0.0, 51.26), "first token after 12.3 ms, 51.3 tokens/s"),
-        (
-            Times(3.61, 3.38, 4.0),
-            "first token after 3.6 s, 3.4 of it preparing programs, 4.0 tokens/s",
-        ),
-    ],
-)
-def test_times_in_words(times, words):
-    assert str(times) == words
+def test_times_are_printed_in_words():
+    assert str(Times(0.0123, 0.0, 51.26)) == "first token after 12.3 ms, 51.3 tokens/s"
+    words = "first token after 3.6 s, 3.4 of it preparing programs, 4.0 tokens/s"
+    assert str(Times(3.61, 3.38, 4.0)) == words

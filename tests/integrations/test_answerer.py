@@ -49,15 +49,19 @@ def test_answers_are_those_of_generate(llava_folder, policy):
     settings = AnswererOptions(
         pretrained=llava_folder, dtype="float32", batch_size=2, policy=policy, budget=2
     )
-    answerer, most, done = load_answerer(settings), [3, 2, 2, 2], []
-    asked = zip(QUESTIONS, images(), most, strict=True)
-    texts = answer_questions(answerer, [AskedQuestion(*one) for one in asked], done.append)
+    answerer, token_limits, done = load_answerer(settings), [3, 2, 2, 2], []
+    question_fields = zip(QUESTIONS, images(), token_limits, strict=True)
+    texts = answer_questions(
+        answerer, [AskedQuestion(*fields) for fields in question_fields], done.append
+    )
     # Chunks of two; those with another longest answer are apart.
     assert done == [2, 3, 4]
-    options, generator = RunOptions(max(most)), answerer.generator
-    said = generate(generator.model, QUESTIONS, images(), generator.pruner, options=options)
+    options, generator = RunOptions(max(token_limits)), answerer.generator
+    expected_answers = generate(
+        generator.model, QUESTIONS, images(), generator.pruner, options=options
+    )
     decode = generator.model.tokenizer.decode
-    for text, answer, count in zip(texts, said, most, strict=True):
+    for text, answer, count in zip(texts, expected_answers, token_limits, strict=True):
         ids = [token for token in answer.token_ids[:count] if token != 2]
         assert text == decode(ids).strip()
     until = texts[0][1:]
@@ -67,7 +71,7 @@ def test_answers_are_those_of_generate(llava_folder, policy):
 
 @pytest.mark.slow
 def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatch):
-    asked = [AskedQuestion("?", image, 1) for image in images() if image]
+    questions = [AskedQuestion("?", image, 1) for image in images() if image]
     answers, answer_set = [], Generator.answer_set
 
     def watch(*arguments):
@@ -79,38 +83,36 @@ def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatc
         pretrained=llava_folder, method="random", budget="1/3", dtype="float32", seed=5
     )
     answerer = load_answerer(settings)
-    answer_questions(answerer, asked)
+    answer_questions(answerer, questions)
     assert len(answers) == 2  # chunks of two
-    answer_questions(answerer, asked[::-1])
-    there, back = (
+    answer_questions(answerer, questions[::-1])
+    orders, reversed_orders = (
         [order.tolist() for part in parts for order in part.order]
         for parts in (answers[:2], answers[2:])
     )
-    assert there == back[::-1] and len({*map(tuple, there)}) == 2  # one image is shown twice
-    answer_questions(load_answerer(dataclasses.replace(settings, seed=6)), asked)
-    assert answers[4].order[0].tolist() != there[0]
+    # One image is shown twice.
+    assert orders == reversed_orders[::-1] and len({*map(tuple, orders)}) == 2
+    answer_questions(load_answerer(dataclasses.replace(settings, seed=6)), questions)
+    assert answers[4].order[0].tolist() != orders[0]
 
 
 def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, monkeypatch):
-    answerer, seen = load_answerer(AnswererOptions(pretrained=llava_folder, dtype="float32")), []
+    answerer = load_answerer(AnswererOptions(pretrained=llava_folder, dtype="float32"))
+    encoded_images = []
 
-    def note(generator, asked, batching):
-        seen.append(asked.images)
-        count = len(asked.prompts.length)
-        return [
-            Answers(
-                [""] * count, np.zeros(count, np.int32), [], np.zeros(count), np.ones(count, bool)
-            )
-        ]
+    def note(generator, encoded, batching):
+        encoded_images.append(encoded.images)
+        count = len(encoded.prompts.length)
+        kept, seconds = np.zeros(count, np.int32), np.zeros(count)
+        return [Answers([""] * count, kept, [], seconds, np.ones(count, bool))]
 
     monkeypatch.setattr(Generator, "answer_set", note)
     first, _, second, _ = images()
     stored = first[0].copy()  # the evaluator's own programs ignore its orientation
     stored.getexif()[ExifTags.Base.Orientation] = 6
-    answer_questions(
-        answerer, [AskedQuestion("?", x, 1) for x in (first, (stored,), first, second)]
-    )
-    shared, apart = seen
+    image_sets = (first, (stored,), first, second)
+    answer_questions(answerer, [AskedQuestion("?", image, 1) for image in image_sets])
+    shared, apart = encoded_images
     assert shared.pixels is None and len(shared.sizes) == 1
     assert apart.features is None and len(apart.sizes) == 2
 
@@ -183,36 +185,36 @@ def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
     generator = dataclasses.replace(answerer.generator, model=model)
     answerer = answerer._replace(generator=generator)
     both = first + second
-    asked = [
+    questions = [
         AskedQuestion("<image> red", first, 12),
         AskedQuestion("dog", (), 12),
         AskedQuestion("two <image> dog <image> red", both, 12),
         AskedQuestion(" ?", both[::-1], 12),
     ]
-    texts = answer_questions(answerer, asked, done.append)
+    texts = answer_questions(answerer, questions, done.append)
     assert done == [1, 2, 4]
-    plain = Sampling(repetition_penalty=1.0)
-    how = {"options": RunOptions(12), "sampling": plain}
-    for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
-        (said,) = generate(model, [prompt], [shown], generator.pruner, **how)
-        assert text == said.text.strip() and said.kept == 2 * len(shown)
+    sampling = Sampling(repetition_penalty=1.0)
+    options = {"options": RunOptions(12), "sampling": sampling}
+    for text, (prompt, question_images, *_) in zip(texts, questions, strict=True):
+        (expected,) = generate(model, [prompt], [question_images], generator.pruner, **options)
+        assert text == expected.text.strip() and expected.kept == 2 * len(question_images)
 
 
 def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypatch):
     settings = AnswererOptions(pretrained=llava_folder, dtype="float32", method="random", budget=4)
-    (first, _, second, _), kept, seen, answer = images(), [], [], Generator.answer
+    (first, _, second, _), kept, pixels, answer = images(), [], [], Generator.answer
     stored = first[0].copy()
     stored.getexif()[ExifTags.Base.Orientation] = 6
 
     def watch(generator, request):
-        seen.append(request.images.pixels)
+        pixels.append(request.images.pixels)
         kept.append(answer(generator, request)[0].kept_indices)
         return answer(generator, request)
 
     monkeypatch.setattr(Generator, "answer", watch)
-    asked = [AskedQuestion("?", x + second, 1) for x in (first, (stored,))]
-    answer_questions(load_answerer(settings), asked)
-    assert kept[0] == kept[1] and kept[0][0] != kept[0][1] and np.array_equal(*seen)
+    questions = [AskedQuestion("?", x + second, 1) for x in (first, (stored,))]
+    answer_questions(load_answerer(settings), questions)
+    assert kept[0] == kept[1] and kept[0][0] != kept[0][1] and np.array_equal(*pixels)
 
 
 def test_answers_end_where_they_are_told_to():

@@ -58,14 +58,10 @@ def documents(tmp_path_factory):
     """Questions about two pictures: about one, about both with and without marks, about none."""
     world = write_world(tmp_path_factory.mktemp("w") / "w", seed=8, train=0, validation=0, test=2)
     questions, answers = (read_lines(world / f"test{name}.jsonl") for name in ("", "_answers"))
-    documents = [
-        {
-            "text": question["text"],
-            "images": [str(world / "images" / question["image"])],
-            "answer": answer["answer"],
-        }
-        for question, answer in zip(questions[:10], answers, strict=False)
-    ]
+    documents = []
+    for question, answer in zip(questions[:10], answers, strict=False):
+        images = [str(world / "images" / question["image"])]
+        documents.append({"text": question["text"], "images": images, "answer": answer["answer"]})
     both = [documents[0]["images"][0], documents[-1]["images"][0]]
     for text, images in (
         ("<image>Is there a yellow triangle?<image>", both),
@@ -96,9 +92,8 @@ def run_command(documents, folder):
     assert done.returncode == 0, done.stdout + done.stderr
     (results,), (samples,) = (folder.glob(f"out/**/*{end}") for end in ("results.json", ".jsonl"))
     samples = sorted(read_lines(samples), key=lambda sample: sample["doc_id"])
-    return json.loads(results.read_text())["results"]["small_task"], [
-        sample["filtered_resps"] for sample in samples
-    ]
+    answers = [sample["filtered_resps"] for sample in samples]
+    return json.loads(results.read_text())["results"]["small_task"], answers
 
 
 def test_the_recorded_interface_is_that_of_the_package():

@@ -1,5 +1,6 @@
 """A small random LLaVA of `transformers`, our model loaded from its files, and comparisons."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import torch
 import transformers
 
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.load import load_params
+from stepprune_jax.checkpoints.load import VLM, load_params, load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 
 torch.set_num_threads(1)
@@ -106,3 +108,69 @@ def random_reference(kind, folder):
     model.save_pretrained(folder)
     (folder / "config.json").write_text(published_config)  # restores the published fields
     return model
+
+
+class Pair(NamedTuple):
+    """A model of `transformers`, and our model loaded from its checkpoint folder."""
+
+    torch: Any
+    folder: Path
+    model: VLM
+
+
+def make_pair(kind, folder):
+    """Gives the model of a folder random weights, and loads it in both implementations."""
+    model = random_reference(kind, folder)
+    return Pair(model, folder, load_vlm(folder, dtype=jnp.float32, progress=False))
+
+
+def qwen_inputs(pair, ids, processed=None, numbers=()):
+    """Returns the inputs of a torch Qwen for a prompt.
+
+    Args:
+        pair: both models.
+        ids: ids of the prompt, with one image id for each visual token.
+        processed: output of the reference's image processor.
+        numbers: indices of the prompt's images in `processed`.
+    """
+    ids = torch.tensor([ids])
+    is_image = (ids == pair.model.config.image_token_id).int()
+    inputs = {"input_ids": ids, "mm_token_type_ids": is_image}
+    if numbers:
+        grid = processed["image_grid_thw"]
+        image_pixels = processed["pixel_values"].split(grid.prod(1).tolist())
+        inputs["image_grid_thw"] = grid[list(numbers)]
+        inputs["pixel_values"] = torch.cat([image_pixels[number] for number in numbers])
+    pair.torch.model.rope_deltas = None
+    return inputs
+
+
+def assert_patches_equal(values, processed):
+    """Asserts that normalised patches of a Qwen equal the reference's, and are padded by zeros."""
+    counts = processed["image_grid_thw"].numpy().prod(1)
+    expected_patches = np.split(processed["pixel_values"].numpy(), np.cumsum(counts)[:-1])
+    for patches, expected in zip(values, expected_patches, strict=True):
+        frames = expected.reshape(len(expected), 3, 2, 16)
+        for frame in range(2):
+            frame_values = patches[: len(expected)].reshape(-1, 3, 16)
+            np.testing.assert_array_equal(frame_values, frames[:, :, frame])
+        assert not patches[len(expected) :].any()
+
+
+def assert_taps_equal(tapped, block_of_keys, row, expected):
+    """Asserts that the taps of an image equal received attention, keys and hidden states."""
+    received, keys, hidden = expected
+    count = len(received)
+    assert_close(tapped["received.-1"][row, :count], received[:, 0])
+    assert_close(tapped[f"keys.{block_of_keys}"][row, :count], keys)
+    assert_close(tapped["hidden.-1"][row, :count], hidden)
+    assert not tapped["received.-1"][row, count:].any()
+
+
+def save_and_reload(model, folder):
+    """Saves a model, and asserts that the reloaded model equals it, except for the weights."""
+    save_vlm(model, folder)
+    reloaded = load_vlm(folder, dtype=jnp.float32, progress=False)
+    assert reloaded.backbone == model.backbone
+    assert reloaded.image_settings == model.image_settings
+    return reloaded

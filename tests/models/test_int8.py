@@ -75,14 +75,10 @@ def test_only_rows_get_a_gradient_equal_to_the_dequantized_one():
     gradient = jax.grad(lambda x: jnp.sin(matmul(x, kernel)).sum())(x)
     expected = jax.grad(lambda x: jnp.sin(matmul(x, dequantized_kernel)).sum())(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
-    bfloat16_gradient = jax.grad(lambda x: matmul(x, kernel).astype(jnp.float32).sum())(
-        x.astype("bfloat16")
-    )
-    assert bfloat16_gradient.dtype == jnp.bfloat16
-    scale_gradient = jax.grad(lambda scale: matmul(x, kernel._replace(scale=scale)).sum())(
-        kernel.scale
-    )
-    assert not scale_gradient.any()
+    gradient_of_sum = jax.grad(lambda x: matmul(x, kernel).astype(jnp.float32).sum())
+    assert gradient_of_sum(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    scale_gradient = jax.grad(lambda scale: matmul(x, kernel._replace(scale=scale)).sum())
+    assert not scale_gradient(kernel.scale).any()
 
 
 def test_stacked_and_joined_matrices_give_the_products_of_their_parts():
@@ -109,15 +105,21 @@ def logits(params, config):
     return jnp.concatenate([prefill.logits, next_logits[:, None]], 1)
 
 
-def distance(actual, expected):
+def load_both(folder):
+    """Loads a model with full and with int8 matrices."""
+    return [load_vlm(folder, dtype="float32", weights=w, progress=False) for w in ("full", "int8")]
+
+
+def distance_of_logits(full_model, int8_model):
+    """Returns the norm of the difference, relative to the norm of the full model's logits."""
+    expected, actual = (logits(model.params, model.config) for model in (full_model, int8_model))
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
 @pytest.fixture(params=["llava_folder", "qwen_folder"])
 def loaded(request):
     """Returns a tiny model of a family with full and with int8 matrices; the Qwen has biases."""
-    folder = request.getfixturevalue(request.param)
-    return [load_vlm(folder, dtype="float32", weights=w, progress=False) for w in ("full", "int8")]
+    return load_both(request.getfixturevalue(request.param))
 
 
 def test_int8_weights_change_the_logits_of_a_tiny_model_by_less_than_2_percent(loaded):
@@ -134,26 +136,20 @@ def test_int8_weights_change_the_logits_of_a_tiny_model_by_less_than_2_percent(l
             jax.tree.map(np.testing.assert_array_equal, leaf, reference)
         else:
             np.testing.assert_array_equal(leaf, full_weights[path])
-    actual, reference = (logits(model.params, model.config) for model in (int8_model, full_model))
-    assert 1e-4 < distance(actual, reference) < 0.02
+    assert 1e-4 < distance_of_logits(full_model, int8_model) < 0.02
 
 
 @pytest.mark.parametrize("name", ["shapes", "shapes_qwen"])
 def test_int8_weights_change_the_logits_of_a_shipped_model_by_less_than_2_percent(name):
-    full_model, int8_model = (load_vlm(name, dtype="float32", weights=w) for w in ("full", "int8"))
-    actual, expected = (logits(model.params, model.config) for model in (int8_model, full_model))
-    assert distance(actual, expected) < 0.02
+    assert distance_of_logits(*load_both(name)) < 0.02
 
 
 def test_a_tied_head_is_not_quantized(tmp_path):
     folder = testing.tiny_llava(tmp_path, text={"tie_word_embeddings": True})
-    full_model, int8_model = (
-        load_vlm(folder, dtype="float32", weights=w) for w in ("full", "int8")
-    )
+    full_model, int8_model = load_both(folder)
     assert "head" not in int8_model.params["language"]
     assert int8_model.params["language"]["embed"]["embedding"].dtype == jnp.float32
-    actual, expected = (logits(model.params, model.config) for model in (int8_model, full_model))
-    assert distance(actual, expected) < 0.02
+    assert distance_of_logits(full_model, int8_model) < 0.02
 
 
 def test_sharded_weights_equal_unsharded_weights_and_give_the_same_logits(tmp_path):
@@ -166,21 +162,15 @@ def test_sharded_weights_equal_unsharded_weights_and_give_the_same_logits(tmp_pa
     sharded = load_params(source, mesh, **options)
     jax.tree.map(np.testing.assert_array_equal, sharded, unsharded)
     expected_shardings = shardings(sharded, source.backbone.SHARDING_RULES, mesh)
-    is_equal = jax.tree.map(
-        lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim),
-        sharded,
-        expected_shardings,
-    )
-    assert all(jax.tree.leaves(is_equal))
+    for x, sharding in zip(*map(jax.tree.leaves, (sharded, expected_shardings)), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
     down = flatten(expected_shardings)["language/layers/mlp/down/kernel"]
     assert down.value.spec == P(None, "tensor", "fsdp") and down.scale.spec == P(None, "fsdp")
     expected = logits(unsharded, source.config)
     np.testing.assert_allclose(logits(sharded, source.config), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_saving_int8_weights_and_unknown_formats_are_refused(
-    loaded, tmp_path, llava_folder, monkeypatch
-):
+def test_int8_files_and_unknown_formats_are_refused(loaded, tmp_path, llava_folder, monkeypatch):
     with pytest.raises(ValueError, match=r"weights='full'$"):
         save.save_vlm(loaded[1], tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

@@ -139,14 +139,10 @@ QWEN_SAVED = QWEN_7B | {
         "image_token_id": None,
         "layer_types": ["full_attention"] * 28,
         "model_type": "qwen2_5_vl_text",
-        "rope_scaling": {
-            "mrope_section": [16, 24, 24],
-            "rope_type": "default",
-            "type": "default",
-        },
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
         "sliding_window": None,
         "video_token_id": None,
-    },
+    }
 }
 QWEN3_8B = KNOWN["qwen3-vl-8b"]
 QWEN3_32B = QWEN3_8B | {
@@ -209,6 +205,12 @@ def write(folder, raw, generation=None):
     return folder
 
 
+# Our names of fields, and those of `transformers`.
+FIELDS = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")}
+FIELDS |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+FIELDS |= {"num_kv_heads": "num_key_value_heads", "max_positions": "max_position_embeddings"}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_fields_are_read_as_by_transformers(tmp_path, name):
     expected_class, raw = VARIANTS[name]
@@ -217,16 +219,10 @@ def test_published_fields_are_read_as_by_transformers(tmp_path, name):
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     text, our_text = config.get_text_config(), backbone.config.text
     rope = text.rope_parameters
-    assert our_text.vocab_size == text.vocab_size and our_text.num_layers == text.num_hidden_layers
-    assert (our_text.hidden_size, our_text.intermediate_size) == (
-        text.hidden_size,
-        text.intermediate_size,
-    )
-    heads = (text.num_attention_heads, text.num_key_value_heads)
-    assert (our_text.num_heads, our_text.num_kv_heads) == heads
-    assert our_text.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // heads[0])
-    assert (our_text.rms_norm_eps, our_text.rope_theta) == (text.rms_norm_eps, rope["rope_theta"])
-    assert our_text.max_positions == text.max_position_embeddings
+    for ours, theirs in FIELDS.items():
+        assert getattr(our_text, ours) == getattr(text, theirs), ours
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    assert (our_text.head_dim, our_text.rope_theta) == (head_dim, rope["rope_theta"])
     assert our_text.tie_embeddings == config.tie_word_embeddings
     assert list(our_text.rope_sections) == rope.get("mrope_section", [])
     scaling = our_text.rope_scaling
@@ -298,8 +294,7 @@ def test_files_in_the_layout_of_the_authors_give_the_same_model(tmp_path, expect
 @pytest.mark.parametrize(
     ("text", "image_token", "end"), [(LLAMA_3, 128256, 128009), (YI, 64000, 7)]
 )
-def test_the_end_of_a_turn_ends_an_answer_even_if_files_name_only_the_end_of_a_text(
-    tmp_path, text, image_token, end
-):
+def test_the_end_of_a_turn_ends_an_answer(tmp_path, text, image_token, end):
+    """The file names only the end of a text."""
     raw = next_config(text | {"eos_token_id": 2}, image_token)
     assert inspect_folder(write(tmp_path, raw)).config.eos_token_ids == (2, end)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -15,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import assert_close, error, random_reference
+from hf_reference import (
+    assert_close,
+    assert_patches_equal,
+    assert_taps_equal,
+    error,
+    make_pair,
+    qwen_inputs,
+    save_and_reload,
+)
 from tiny_qwen import tiny_qwen
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as reference
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -26,8 +33,7 @@ from transformers.vision_utils import get_vision_window_index
 from visual import kept_at, noise
 
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
@@ -46,31 +52,14 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 # (height, width) of images that are rounded, reduced, enlarged, and narrow.
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31))
 S = IMAGE_TOKEN
+MODEL = transformers.Qwen2_5_VLForConditionalGeneration
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
-
-
-class Pair(NamedTuple):
-    """The reference model and our model, with the same weights."""
-
-    torch: Any
-    folder: Path
-    model: VLM
-
-    @property
-    def image_token(self):
-        return self.model.config.image_token_id
-
-
-def make_pair(folder, **changes):
-    folder = tiny_qwen(folder, **changes)
-    model = random_reference(transformers.Qwen2_5_VLForConditionalGeneration, folder)
-    return Pair(model, folder, load_vlm(folder, dtype=jnp.float32, progress=False))
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     scaling = {"type": "mrope", "mrope_section": [1, 2, 3]}
-    return make_pair(tmp_path_factory.mktemp("qwen"), rope_scaling=scaling)
+    return make_pair(MODEL, tiny_qwen(tmp_path_factory.mktemp("qwen"), rope_scaling=scaling))
 
 
 def image(number):
@@ -103,20 +92,13 @@ def processed(pair):
 
 def test_patches_and_grids_equal_the_reference_bit_for_bit(pair, processed):
     theirs, ours, _ = processed
-    backbone, grid = pair.model.backbone, theirs["image_grid_thw"].numpy()
-    np.testing.assert_array_equal(ours.grid, grid[:, 1:] // 2)
+    backbone = pair.model.backbone
+    np.testing.assert_array_equal(ours.grid, theirs["image_grid_thw"][:, 1:] // 2)
     # The largest image has 35 tokens, which are padded to 48.
     assert ours.values.shape == (4, 4 * 48, 48)
-    expected_patches = np.split(theirs["pixel_values"].numpy(), np.cumsum(grid.prod(1))[:-1])
     values = backbone.normalise(ours).values
     np.testing.assert_array_equal(jax.jit(backbone.normalise)(ours).values, values)
-    for patches, expected in zip(values, expected_patches, strict=True):
-        frames = expected.reshape(len(expected), 3, 2, 16)
-        for frame in range(2):
-            np.testing.assert_array_equal(
-                patches[: len(expected)].reshape(-1, 3, 16), frames[:, :, frame]
-            )
-        assert not patches[len(expected) :].any()
+    assert_patches_equal(values, theirs)
     cache = backbone.pixel_cache(pair.model.image_settings, 1 << 20)
     path = pair.folder / "small.png"
     image(2).save(path)
@@ -147,9 +129,8 @@ def test_area_bounds_are_read_as_by_the_reference(tmp_path, qwen_folder, newer):
         {"size": repeated | size_bounds},
     ):
         entry = processor_fields | fields
-        processor_file = (
-            {"processor_config.json": {"image_processor": entry}} if newer else {PROCESSOR: entry}
-        )
+        newer_file = {"processor_config.json": {"image_processor": entry}}
+        processor_file = newer_file if newer else {PROCESSOR: entry}
         for name, raw in (files | processor_file).items():
             (tmp_path / name).write_text(json.dumps(raw))
         try:
@@ -164,12 +145,9 @@ def test_area_bounds_are_read_as_by_the_reference(tmp_path, qwen_folder, newer):
 
 
 @hypothesis.settings(max_examples=200)
-@hypothesis.given(
-    st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 400), st.integers(0, 5000)
-)
-def test_target_sizes_equal_the_reference_and_are_within_the_token_bound(
-    pair, height, width, min_tokens, extra_tokens
-):
+@hypothesis.given(st.tuples(*[st.integers(1, 3000)] * 2), st.integers(1, 400), st.integers(0, 5000))
+def test_target_sizes_equal_the_reference_within_the_bound(pair, size, min_tokens, extra_tokens):
+    height, width = size
     vision = QwenVisionConfig(32, 52, 1, 2, full_blocks=(0,), out_size=48)
     bounds = {"min_pixels": 784 * min_tokens, "max_pixels": 784 * (min_tokens + extra_tokens)}
     config = dataclasses.replace(pair.model.config, vision=vision, **bounds)
@@ -231,11 +209,7 @@ def test_tower_merger_and_taps_equal_the_reference(pair, processed):
     expected = taps_of_reference(pair, theirs)
     for number, feature in enumerate(features):
         assert_close(tokens[number, : len(feature)], feature)
-        received, keys, hidden = expected[number]
-        assert_close(tapped["received.-1"][number, : len(feature)], received[:, 0])
-        assert_close(tapped["keys.-1"][number, : len(feature)], keys)
-        assert_close(tapped["hidden.-1"][number, : len(feature)], hidden)
-        assert not tapped["received.-1"][number, len(feature) :].any()
+        assert_taps_equal(tapped, -1, number, expected[number])
     with pytest.raises(ValueError, match=r"received\.1 belongs to a block that attends within"):
         encode(pair.model.params, config, ours, (Tap("received", 1),))
     unstacked = unstack(join_kernels(jax.tree.map(jnp.copy, pair.model.params)))
@@ -276,23 +250,14 @@ def assemble_rows(pair, rows, features, grid):
 def inputs_of_reference(pair, processed, row):
     """Returns the reference's inputs: ids with one id per visual token, and images."""
     ids, images = row
-    grid, pixels = processed.ours.grid, processed.theirs["pixel_values"]
-    image_pixels = pixels.split(processed.theirs["image_grid_thw"].prod(1).tolist())
-    remaining_images, expanded_ids = iter(images), []
+    image_id, remaining_images, expanded_ids = pair.model.config.image_token_id, iter(images), []
     for token in ids:
-        is_image = token in (S, pair.image_token)
-        expanded_ids += (
-            [pair.image_token] * int(np.prod(grid[next(remaining_images)]))
-            if is_image
-            else [int(token)]
-        )
-    ids = torch.tensor([expanded_ids])
-    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == pair.image_token).int()}
-    if images:
-        inputs["image_grid_thw"] = processed.theirs["image_grid_thw"][list(images)]
-        inputs["pixel_values"] = torch.cat([image_pixels[number] for number in images])
-    pair.torch.model.rope_deltas = None
-    return inputs
+        if token in (S, image_id):
+            count = int(np.prod(processed.ours.grid[next(remaining_images)]))
+            expanded_ids += [image_id] * count
+        else:
+            expanded_ids.append(int(token))
+    return qwen_inputs(pair, expanded_ids, processed.theirs, images)
 
 
 def assert_positions_and_logits_equal(pair, processed, rows):
@@ -329,7 +294,7 @@ def test_published_widths_equal_the_reference(tmp_path):
     tower = {"depth": 1, "fullatt_block_indexes": [0], "hidden_size": 1280, "patch_size": 14}
     tower |= {"model_type": "qwen2_5_vl", "out_hidden_size": 2048}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    pair = make_pair(
+    folder = tiny_qwen(
         tmp_path,
         vision_config=tower,
         **heads,
@@ -340,6 +305,7 @@ def test_published_widths_equal_the_reference(tmp_path):
         min_pixels=28 * 28,
         max_pixels=40 * 28 * 28,
     )
+    pair = make_pair(MODEL, folder)
     processed = process_images(pair, [noise(0, (90, 150))])
     assert_positions_and_logits_equal(pair, processed, [([1, S, 5], (0,))])
 
@@ -417,10 +383,7 @@ def test_every_layout_is_loaded_and_saved(tmp_path, write, tied):
     model = load_vlm(folder, dtype=jnp.float32, max_pixels=1024, progress=False)
     assert ("head" in model.params["language"]) != tied
     assert model.config.max_pixels == 1024 and model.config.min_pixels == 256
-    save_vlm(model, tmp_path / "to")
-    reloaded = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
-    assert reloaded.config == model.config
-    assert reloaded.image_settings == model.image_settings
+    reloaded = save_and_reload(model, tmp_path / "to")
     jax.tree.map(np.testing.assert_array_equal, reloaded.params, model.params)
     changed = dataclasses.replace(model.config, eos_token_ids=(5, 6, 7))
     assert Qwen2_5_VL.read(changed.to_hf("float32"), None).config.eos_token_ids == (5, 6, 7)
@@ -441,16 +404,14 @@ def test_prompts_equal_the_chat_template():
     answered = conversation("What?", "A dog.")
     assert answered == start + "A dog.<|im_end|>"
     second_question = conversation("What?", "A dog.", "Why?")
-    assert (
-        second_question == answered + "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    second_turn = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert second_question == answered + second_turn
     without_answer = conversation("What?", "", "Why?")
     assert without_answer == start + second_question.removeprefix(start + "A dog.")
     assert Qwen2_5_VL.place_images("Both?", 2) == "<image><image>Both?"
     with_system = start.replace("You are a helpful assistant.", "Be brief.")
-    assert (
-        Qwen2_5_VL.conversation([Qwen2_5_VL.place_images("What?", 1)], "Be brief.") == with_system
-    )
+    turns = [Qwen2_5_VL.place_images("What?", 1)]
+    assert Qwen2_5_VL.conversation(turns, "Be brief.") == with_system
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>What?", "<image><image>?"])

@@ -182,14 +182,13 @@ def test_answers_from_kept_tokens_equal_transformers(pair, name):
     image_request = read_request(ours, prompts, images)
     encoded = pipeline.encode(ours, image_request.images, method.taps(ours.config))
     batch = plan_batch(ours, method, image_request.prompts(), encoded, COMPACT)
-    batch = pipeline.complete_plan(ours, batch)
+    inputs = pipeline.prepare_prefill(ours, batch)
     for row, (answer, hidden, length) in enumerate(
-        zip(answers, *pipeline.embed(ours, batch), strict=True)
+        zip(answers, *pipeline.embed(ours, inputs), strict=True)
     ):
         kept = 16 * len(images[row])
-        assert (
-            answer.kept == kept and length == len(image_request.ids[row]) - len(images[row]) + kept
-        )
+        assert answer.kept == kept
+        assert length == len(image_request.ids[row]) - len(images[row]) + kept
         expected = theirs.generate(
             inputs_embeds=torch.tensor(hidden[None, :length]),
             attention_mask=torch.ones(1, length),

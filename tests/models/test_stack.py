@@ -61,10 +61,8 @@ def test_joined_matrices_give_the_results_of_separate_matrices(llava):
     assert attention["query_key_value"]["bias"].shape == (4, 2 * text.num_heads * c)
     assert {*joined["language"]["layers"]["mlp"]} == {"gate_up", "down"}
     jax.tree.map(np.testing.assert_array_equal, separate_kernels(joined, params), params)
-    sequence, pixels = (
-        prompts.assemble(params, config, *prompts.batch()),
-        random_bytes(1, 2, 3, 28, 28),
-    )
+    sequence = prompts.assemble(params, config, *prompts.batch())
+    pixels = random_bytes(1, 2, 3, 28, 28)
     expected = run_model(params, config, pixels, sequence)
     assert_allclose = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(assert_allclose, run_model(joined, config, pixels, sequence), expected)

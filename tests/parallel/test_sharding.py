@@ -18,17 +18,14 @@ from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
-from stepprune_jax.parallel.sharding import (
-    BATCH_RULES,
-    build_mesh,
-    matches,
-    path_name,
-    shardings,
-)
+from stepprune_jax.parallel.sharding import BATCH_RULES, build_mesh, matches, path_name, shardings
 from stepprune_jax.testing import tiny_hf_config
 from tools.bench import memory
 
 DEVICES = {"single": 1, "data": 2, "tensor": 2, "data_tensor": 4}
+
+
+ODD_KERNEL = jax.ShapeDtypeStruct((6, 9), jnp.float32)
 
 
 def mesh_of(preset):
@@ -62,16 +59,10 @@ def test_a_single_process_holds_all_rows():
     assert local_rows(build_mesh("data"), 12) == slice(0, 12)
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "pipeline",
-        "data=2,fsdp",
-        "data=8,model=1",
-        {"tensor": 3, "data": -1},
-        {"tensor": -1, "data": -1},
-    ],
-)
+BAD_SIZES = ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1})
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "data=2,fsdp", "data=8,model=1", *BAD_SIZES])
 def test_meshes_that_do_not_fit_the_devices_are_refused(preset):
     with pytest.raises(ValueError, match="mesh"):
         build_mesh(preset)
@@ -119,10 +110,16 @@ def test_a_qwen_has_the_published_number_of_weights(name, weights):
     assert sum(leaf.size for _, leaf in leaves(params)) == weights
 
 
-def test_the_error_names_a_dimension_that_cannot_be_divided():
-    tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
-    with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
-        shardings(tree, SHARDING_RULES, mesh_of("tensor"))
+@pytest.mark.parametrize(
+    ("language", "message"),
+    [
+        ({"head": {"kernel": ODD_KERNEL}}, r"language/head/kernel of shape \(6, 9\): 9 is not"),
+        ({"tail": ODD_KERNEL}, "no sharding rule matches 'language/tail'"),
+    ],
+)
+def test_a_weight_that_cannot_be_sharded_is_named(language, message):
+    with pytest.raises(ValueError, match=message):
+        shardings({"language": language}, SHARDING_RULES, mesh_of("tensor"))
 
 
 @pytest.mark.parametrize("name", ["llava-7b", "qwen2.5-vl-3b"])
@@ -133,12 +130,6 @@ def test_joined_matrices_are_sharded_along_their_input_axis(name):
     language = shardings(joined, backbone.SHARDING_RULES, mesh)["language"]["layers"]
     kernels = language["attention"]["query_key_value"], language["mlp"]["gate_up"]
     assert [kernel["kernel"].spec for kernel in kernels] == [P(None, "fsdp", None)] * 2
-
-
-def test_the_error_names_a_path_without_a_rule():
-    tree = {"language": {"tail": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}
-    with pytest.raises(ValueError, match="no sharding rule matches 'language/tail'"):
-        shardings(tree, SHARDING_RULES, mesh_of("single"))
 
 
 def test_prefill_and_decode_of_a_7b_model_fit_the_expected_memory():

@@ -64,17 +64,12 @@ def encoder_block(weights, config, x, num_image, gate):
     keys = [dense(attention["key"], row) for row in y]
     values = [dense(attention["value"], row) for row in y]
     log_gate = math.log(gate) if gate > 0 else -math.inf
-    out = []
+    is_causal, out = config.encoder_attention == "causal", []
     for i, row in enumerate(x):
-        visible = []
-        for j in range(len(x)):
-            if config.encoder_attention == "causal":
-                hidden = j > i if i < num_image and j < num_image else j < num_image
-                hidden = hidden and not (i < num_image <= j)
-            else:
-                hidden = False
-            if not hidden:
-                visible.append(j)
+        # With causal attention, an image token sees earlier ones and text; text sees only text.
+        visible = [
+            j for j in range(len(x)) if not is_causal or j >= num_image or j <= i < num_image
+        ]
         biased = config.text_gate == "attention"
         bias = [log_gate if biased and j >= num_image else 0.0 for j in visible]
         query = dense(attention["query"], y[i])

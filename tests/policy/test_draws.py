@@ -107,16 +107,14 @@ def test_keys_of_any_implementation_are_used_by_their_first_words(world):
 @pytest.mark.parametrize("key", [jnp.zeros(3, jnp.uint32), jnp.zeros(2)])
 def test_a_value_that_is_no_key_is_named(world, key):
     config, params, inputs = world
-    with pytest.raises(
-        ValueError, match=r"(?s)key is .*, expected a jax.random.key or a jax.rando"
-    ):
+    message = r"(?s)key is .*, expected a jax.random.key or a jax.rando"
+    with pytest.raises(ValueError, match=message):
         rank(params, config, inputs, key=key)
 
 
 def test_keys_are_one_or_one_for_each_row(world):
     config, params, inputs = world
     for key in (jax.random.split(jax.random.key(0)), jnp.zeros((4, 2), jnp.uint32)):
-        with pytest.raises(
-            ValueError, match=r"(?s)key is .*, expected one PRNG key, or one for ea"
-        ):
+        message = r"(?s)key is .*, expected one PRNG key, or one for ea"
+        with pytest.raises(ValueError, match=message):
             rank(params, config, inputs, key=key)

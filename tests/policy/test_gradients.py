@@ -88,10 +88,7 @@ def test_the_length_penalty_has_the_gradient_of_the_expected_count(rng):
     # The value is hard: (2/4 + 0 + 3/6) / 3 = 1/3. Its gradient is that of the expected count.
     np.testing.assert_allclose(penalty(x), 1 / 3)
     cases.assert_finite_differences(
-        lambda p: jnp.mean(expected_count(p) / np.array([4, 5, 6])),
-        x,
-        rng,
-        gradient_of=penalty,
+        lambda p: jnp.mean(expected_count(p) / np.array([4, 5, 6])), x, rng, gradient_of=penalty
     )
 
 
@@ -113,11 +110,7 @@ def test_noise_gate_and_denoise_gradients(rng):
 def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     attention = "causal" if text_gate == "printed" else "bidirectional"
     config = cases.small_config(
-        feature_width=6,
-        width=4,
-        encoder_layers=2,
-        text_gate=text_gate,
-        encoder_attention=attention,
+        feature_width=6, width=4, encoder_layers=2, text_gate=text_gate, encoder_attention=attention
     )
     masks = np.array([[True, True, False]]), np.array([[False, True]])
     x = dict(
@@ -250,10 +243,8 @@ def test_log_probabilities_of_sampled_subsets_have_exact_gradients(rng, estimato
     """The estimator does not matter if the stop cuts no gradient."""
     config = cases.small_config(estimator=estimator, max_steps=3)
     inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
-    keys, functional = (
-        jax.random.split(jax.random.key(1), 4),
-        cases.weighted_sum(rng, np.zeros((4, 2))),
-    )
+    keys = jax.random.split(jax.random.key(1), 4)
+    functional = cases.weighted_sum(rng, np.zeros((4, 2)))
 
     def value(params):
         return functional(sample(params, config, inputs, Limits(min_tokens=1), keys).log_prob)

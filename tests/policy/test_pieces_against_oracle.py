@@ -10,11 +10,7 @@ import pytest
 from stepprune_jax.policy import Inputs, Picks, choose, gather, noise_gate, soft_topk
 from stepprune_jax.policy.base import Limits
 from stepprune_jax.policy.noise import denoise
-from stepprune_jax.policy.scores import (
-    alive_probability,
-    expected_count,
-    soft_scores,
-)
+from stepprune_jax.policy.scores import alive_probability, expected_count, soft_scores
 
 
 def close(actual, expected, rtol=1e-9, **options):

@@ -113,24 +113,25 @@ def test_tables_choose_what_the_loop_chooses(program, seed, tied, share, bounds,
 
 def test_ties_go_to_the_lowest_index():
     config, run = compiled(1, "softmax", 4, 0.0)
-    params = jax.tree.map(np.float32, cases.random_weights(np.random.default_rng(0), config))
-    zero_slots = np.zeros((B, N + 1, 8), np.float32)
-    mask = np.arange(N) != 3
-    max_tokens = np.full(B, STEPS, np.int32)
-    no_bias = np.zeros(B, np.float32)
-    (_, _), budget_picks, (ranked, _) = run(
-        params, zero_slots, np.array([mask] * B), max_tokens, max_tokens, no_bias
-    )
+    params, slots = float32_case(config)
+    mask, max_tokens = np.arange(N) != 3, np.full(B, STEPS, np.int32)
+    bounds = (np.array([mask] * B), max_tokens, max_tokens)
+    (_, _), budget_picks, (ranked, _) = run(params, 0 * slots, *bounds, np.zeros(B, np.float32))
     for picks in budget_picks:
         np.testing.assert_array_equal(picks.action, [np.flatnonzero(mask)] * B)
     np.testing.assert_array_equal(ranked.choice, [np.flatnonzero(mask)] * B)
 
 
-def test_large_tables_are_not_built(monkeypatch):
-    config = cases.small_config(dtype="float32", text_width=0, stop="hazard", group=3)
+def float32_case(config):
+    """Returns random float32 weights, and the slots of `B` images."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(jnp.float32, cases.random_weights(rng, config))
-    slots = jnp.float32(rng.normal(size=(B, N + 1, 8)))
+    return params, jnp.float32(rng.normal(size=(B, N + 1, 8)))
+
+
+def test_large_tables_are_not_built(monkeypatch):
+    config = cases.small_config(dtype="float32", text_width=0, stop="hazard", group=3)
+    params, slots = float32_case(config)
 
     def run():
         return cases.pick(params, config, slots, max_steps=STEPS)
@@ -147,9 +148,7 @@ def test_few_steps_among_many_slots_need_no_table_of_pairs(layers_of_decoder, mo
     config = cases.small_config(
         dtype="float32", text_width=0, decoder_layers=layers_of_decoder, stop="hazard"
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(jnp.float32, cases.random_weights(rng, config))
-    slots = jnp.float32(rng.normal(size=(B, N + 1, 8)))
+    params, slots = float32_case(config)
     built_tables, build_tables = [], selection.build_tables
 
     def recorded(*arguments, **options):
@@ -162,17 +161,14 @@ def test_few_steps_among_many_slots_need_no_table_of_pairs(layers_of_decoder, mo
         return cases.pick(params, config, slots, max_steps=steps)
 
     few_steps = (N + 1) // 4
-    expected = [run(steps).action for steps in (few_steps, few_steps + 1)]
+    expected = [run(few_steps).action, run(few_steps + 1).action]
     assert all(tables.score is not None for tables in built_tables)
     monkeypatch.setattr(layers, "MANY_QUERIES", N)
-    actual = [run(steps).action for steps in (few_steps, few_steps + 1)]
+    actual = [run(few_steps).action, run(few_steps + 1).action]
     assert [tables.score is None for tables in built_tables[2:]] == [True, False]
-    assert [tables.row_logit is None for tables in built_tables[2:]] == [
-        True,
-        layers_of_decoder > 1,
-    ]
-    for action, expected_action in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(action, expected_action)
+    has_no_logits = [tables.row_logit is None for tables in built_tables[2:]]
+    assert has_no_logits == [True, layers_of_decoder > 1]
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("by_query", [True, False])

@@ -39,11 +39,8 @@ def determinant_order(tokens, words, count, theta=None, relevance_weight=1.0, sp
         chosen = []
         for _ in range(count // len(parts) + (turn < count % len(parts))):
             candidates = [i for i in range(len(unit)) if i not in chosen]
-            sets = [[*chosen, i] for i in candidates]
-            values = [
-                np.linalg.det(kernel[np.ix_(tokens_of_set, tokens_of_set)])
-                for tokens_of_set in sets
-            ]
+            sets = [np.ix_([*chosen, i], [*chosen, i]) for i in candidates]
+            values = [np.linalg.det(kernel[indices]) for indices in sets]
             chosen.append(candidates[int(np.argmax(values))])
         orders.append([part[i] for i in chosen])
     return [orders[step % len(parts)][step // len(parts)] for step in range(count)]
@@ -56,10 +53,9 @@ def test_images_and_questions_of_any_size_equal_the_largest_determinants(options
     sizes, lengths, counts = (np.tile(x, 8) for x in ([33, 1, 6], [3, 2, 1], [12, 1, 5]))
     tokens, words = random.standard_normal((24, 33, 24)), random.standard_normal((24, 3, 24))
     valid, text_valid = (np.arange(m) < x[:, None] for m, x in ((33, sizes), (3, lengths)))
-    junk = (
-        np.where(mask[..., None], x, np.nan) for mask, x in ((valid, tokens), (text_valid, words))
-    )
-    actual = order(*junk, counts, valid, text_valid, **options)
+    image = np.where(valid[..., None], tokens, np.nan)
+    text = np.where(text_valid[..., None], words, np.nan)
+    actual = order(image, text, counts, valid, text_valid, **options)
     for row, (size, length, count) in enumerate(zip(sizes, lengths, counts, strict=True)):
         expected = determinant_order(tokens[row, :size], words[row, :length], count, **options)
         assert actual[row].tolist() == expected + [-1] * (12 - count)

@@ -73,7 +73,7 @@ def test_scores_equal_those_by_a_fourier_transform():
             expected = factor(before[row, own], after[row, own], grid, clse)
             expected *= attention[row, :, 0, own].mean(1)
             np.testing.assert_allclose(scores[row, own], expected, rtol=1e-3, atol=1e-6)
-    (later,) = (clse.scores(sequence, {"attention.10": taps["attention.0"]}),)
+    later = clse.scores(sequence, {"attention.10": taps["attention.0"]})
     np.testing.assert_allclose(later, attention[:, :, 0].mean(1), rtol=1e-6)
 
 

@@ -75,9 +75,8 @@ def least_alike(core, entered, layer, count, pivots):
         for pivot in [*own, *words]:
             likeness = torch.cosine_similarity(features[pivot], features[pool], dim=-1).numpy()
             share = (count - pivots[0]) // sum(pivots)
-            taken = [pool[at] for at in torch_stages.best(-likeness, share)]
-            stay += taken
-            pool = [slot for slot in pool if slot not in taken]
+            stay += [pool[at] for at in torch_stages.best(-likeness, share)]
+            pool = [slot for slot in pool if slot not in stay]
         result.append(stay)
     return result
 

@@ -20,15 +20,11 @@ def plain(tokens, count):
     unit = [token / np.sqrt(token @ token) for token in tokens]
     n, chosen = len(unit), []
     for _ in range(count):
-        best, best_distance = None, None
-        for i in range(n):
-            if i in chosen:
-                continue
-            others = chosen or [j for j in range(n) if j != i]
-            distance = min((1 - unit[i] @ unit[j] for j in others), default=2)
-            if best is None or distance > best_distance:
-                best, best_distance = i, distance
-        chosen.append(best)
+        distance = {}
+        for i in set(range(n)) - set(chosen):
+            references = chosen or [j for j in range(n) if j != i]
+            distance[i] = min((1 - unit[i] @ unit[j] for j in references), default=2)
+        chosen.append(min(distance, key=lambda i: (-distance[i], i)))
     return chosen
 
 

@@ -6,9 +6,8 @@ from stepprune_jax.pruning import Grid
 
 def plain_grid(height, width, budget):
     """The same choice row by row, in plain numpy."""
-    lines = min(
-        max(round((budget * height / width) ** 0.5), -(-budget // width), 1), height, budget
-    )
+    lines = max(round((budget * height / width) ** 0.5), -(-budget // width), 1)
+    lines = min(lines, height, budget)
     chosen = []
     for line in range(lines):
         count = budget * (line + 1) // lines - budget * line // lines

@@ -53,29 +53,26 @@ def test_neighbours_beyond_a_border_worked_by_hand():
 def in_tiles(plan, side):
     """Tile, row and column in it of each token of 2 x 2 tiles and the like; -1 for row ends."""
     down, across = plan
-    overview = [(0, *divmod(i, side)) for i in range(side * side)]
+    places = [(0, *divmod(i, side)) for i in range(side * side)]
     for row in range(down * side):
-        tiles = [
-            (1 + row // side * across + c // side, row % side, c % side)
-            for c in range(across * side)
-        ]
-        overview += [*tiles, (-1, -1, -1)]
-    return overview
+        for column in range(across * side):
+            tile = 1 + row // side * across + column // side
+            places.append((tile, row % side, column % side))
+        places.append((-1, -1, -1))
+    return places
 
 
 def plain_in_tiles(shallow, deep, places, share, alpha):
     """The same in each tile, without neighbours beyond its border."""
     kept = []
     for tile in range(max(tile for tile, _, _ in places) + 1):
-        mine = [i for i, place in enumerate(places) if place[0] == tile]
-        anchors = sorted(mine, key=lambda i: (-shallow[i], i))[: round(share * alpha / 5)]
-        chosen = {
-            i
-            for i in mine
-            for a in anchors
-            if sum(abs(x - y) for x, y in zip(places[i], places[a], strict=True)) <= 1
-        }
-        remaining = sorted(set(mine) - chosen, key=lambda i: (-deep[i], i))
+        of_tile = [i for i, place in enumerate(places) if place[0] == tile]
+        anchors = sorted(of_tile, key=lambda i: (-shallow[i], i))[: round(share * alpha / 5)]
+        chosen = set()
+        for anchor in anchors:
+            distance = np.abs(np.array(places) - places[anchor]).sum(1)
+            chosen |= {i for i in of_tile if distance[i] <= 1}
+        remaining = sorted(set(of_tile) - chosen, key=lambda i: (-deep[i], i))
         kept += [*chosen, *remaining[: share - len(chosen)]]
     return sorted(kept)
 

@@ -62,9 +62,8 @@ def test_many_images_equal_a_plain_loop(name, count, neighbours):
     for row, (attention, keys, tokens) in enumerate(rows):
         index, expected = plain(attention, keys, tokens, name, count, neighbours)
         length = len(index) + 1
-        assert kept.count[row] == length and kept.valid[row].tolist() == [
-            slot < length for slot in range(n + 1)
-        ]
+        assert kept.count[row] == length
+        assert kept.valid[row].tolist() == [slot < length for slot in range(n + 1)]
         assert kept.index[row].tolist() == index + [-1] * (n + 1 - len(index))
         assert kept.place[row].tolist() == [*index, n - 1] + [0] * (n + 1 - length)
         np.testing.assert_allclose(kept.tokens[row, :length], expected, atol=1e-5)
@@ -76,14 +75,9 @@ def test_many_images_equal_a_plain_loop(name, count, neighbours):
 @torch.no_grad()
 def last_block(tower, pixels):
     """Attention from the class token [n] with heads side by side, and keys [n, d]."""
-    layers = (
-        tower.vision_model.encoder.layers
-        if hasattr(tower, "vision_model")
-        else (tower.encoder.layers)
-    )
-    own = layers[-1].self_attn
-    normed = layers[-1].layer_norm1(tower(pixels, output_hidden_states=True).hidden_states[-2])[0]
-    query, key = own.q_proj(normed), own.k_proj(normed)
+    block = getattr(tower, "vision_model", tower).encoder.layers[-1]
+    normed = block.layer_norm1(tower(pixels, output_hidden_states=True).hidden_states[-2])[0]
+    query, key = block.self_attn.q_proj(normed), block.self_attn.k_proj(normed)
     attention = (query[0] @ key.T / query.shape[1] ** 0.5).softmax(-1)
     return attention[1:].numpy(), key[1:].numpy()
 

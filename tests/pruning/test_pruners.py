@@ -104,7 +104,7 @@ NEEDS = r"^the pruner '{}' needs a budget \(budget=64 in Python, --budget 64\); 
 def test_a_method_that_needs_a_budget_is_refused_without_one(name):
     pruner, decides = (
         PRUNERS[name](),
-        {"all": "all", "prumerge": "adaptive", "prumerge_plus": "adaptive"},
+        {"all": "all", "blind": "none", "prumerge": "adaptive", "prumerge_plus": "adaptive"},
     )
     decides |= {"stepprune": "adaptive", "glimpseprune": "adaptive"}
     assert pruner.budget.kind == decides.get(name, "unset")
@@ -136,9 +136,8 @@ def test_methods_are_made_from_what_a_user_says():
     assert build_pruner().name == "all"
     fastv = build_pruner("fastv", "4", options={"layer": "1", "average": "True"})
     assert fastv == FastV(budget=Budget("count", 4), layer=1, average=True)
-    pyramid = build_pruner(
-        "pyramiddrop", options={"layer_list": "[1, 2]", "image_token_ratio_list": (1, 0.5)}
-    )
+    options = {"layer_list": "[1, 2]", "image_token_ratio_list": (1, 0.5)}
+    pyramid = build_pruner("pyramiddrop", options=options)
     assert pyramid == PyramidDrop(layer_list=(1, 2), image_token_ratio_list=(1.0, 0.5))
     zipped = build_pruner("visionzip", 6, options={"contextual": 2})
     assert zipped == VisionZip(budget=Budget("count", 6), contextual=2)
@@ -183,9 +182,8 @@ def test_what_cannot_be_made_is_refused(arguments, message):
 )
 def test_options_are_refused_by_name(name, options):
     policy = LEARNED if name == "stepprune" else None
-    with pytest.raises(
-        ValueError, match=f"^{name}.* {next(iter(options))}|{next(iter(options))!r}"
-    ):
+    message = f"^{name}.* {next(iter(options))}|{next(iter(options))!r}"
+    with pytest.raises(ValueError, match=message):
         build_pruner(name, 3, policy=policy, options=options)
 
 

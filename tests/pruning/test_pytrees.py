@@ -31,10 +31,8 @@ def test_leaves_are_weights_statistics_and_stop_bias(make):
     parts = (pruner.params, pruner.stats, pruner.stop_bias)
     assert jax.tree.leaves(pruner) == jax.tree.leaves(parts)
     without_weights = pruner.without_weights
-    assert (
-        jax.tree.leaves(without_weights) == []
-        and {without_weights: 1}[make(3).without_weights] == 1
-    )
+    assert jax.tree.leaves(without_weights) == []
+    assert {without_weights: 1}[make(3).without_weights] == 1
     assert without_weights != pruner.with_budget(3).without_weights
 
 
@@ -64,10 +62,8 @@ def test_other_leaves_make_no_other_program_and_other_fields_do():
     tokens, text = (random.normal(size=(3, n, d)).astype(np.float32) for n, d in ((9, 32), (2, 48)))
     inputs = view(tokens, count=3, text=text, text_valid=np.ones((3, 2), bool))
     policy = stepprune(max_steps=9)
-    kept = [
-        np.asarray(run(pruner.program(), inputs))
-        for pruner in (policy, policy.replace(stop_bias=-1000.0), stepprune(2, max_steps=9))
-    ]
+    pruners = (policy, policy.replace(stop_bias=-1000.0), stepprune(2, max_steps=9))
+    kept = [np.asarray(run(pruner.program(), inputs)) for pruner in pruners]
     assert len(traced) == 1 and not (kept[0] == kept[1]).all() and not (kept[0] == kept[2]).all()
     # Exact counts are read from the view: all of them share a program, beside that of a stop.
     for budget in (3, 2, "1/3"):
@@ -80,9 +76,8 @@ def test_other_leaves_make_no_other_program_and_other_fields_do():
 def test_an_untrained_pruner_is_told_apart_by_its_fields():
     inputs, (run, traced) = view(np.ones((1, 9, 4)), count=4, grid=[[3, 3]]), counting()
     for pruner in (Grid(4), Grid(budget="4"), Grid("4/9")):
-        np.testing.assert_array_equal(
-            run(pruner.program(), inputs), select(Grid(4), inputs, 4).index
-        )
+        index = run(pruner.program(), inputs)
+        np.testing.assert_array_equal(index, select(Grid(4), inputs, 4).index)
     assert len(traced) == 1
     first, *changed = map(jax.tree.structure, (FastV(4), FastV("4"), FastV(5), FastV(4, layer=3)))
     assert [first == changed_pruner for changed_pruner in changed] == [True, False, False]

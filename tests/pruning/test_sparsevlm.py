@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,22 +47,17 @@ def test_other_budgets_are_met_by_one_ratio(kind, budget):
 
 def test_a_list_decides_and_keeps_one_fewer_at_most():
     # A third of 144 tokens: a quarter of the authors' list for 192 of 576.
-    kept = [
-        remaining.kept for remaining in SparseVLM(Budget("count", 48)).schedule(LLAVA, 144).after
-    ]
-    assert kept == [75, 50, 27]
-    pruner = SparseVLM(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert pruner.schedule(LLAVA, 576).after == (
-        Survivors(575, 1),
-        Survivors(30, 17),
-        Survivors(30, 1),
-    )
-    v2 = SparseVLMv2(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert v2.schedule(LLAVA, 576).after == (Survivors(575), Survivors(30), Survivors(29))
-    # Down to none, where nothing is recycled.
-    one = dict(sparse_token_list=(1, 1, 1), pruning_loc=(2, 6, 15))
-    assert SparseVLMv2(**one).schedule(LLAVA, 9).after == (Survivors(1), Survivors(0), Survivors(0))
-    assert SparseVLM(**one).schedule(LLAVA, 1).after == (Survivors(0, 1),) * 3
+    after = SparseVLM(Budget("count", 48)).schedule(LLAVA, 144).after
+    assert [remaining.kept for remaining in after] == [75, 50, 27]
+    # With lists of one token, the budget falls to none, and nothing is recycled.
+    for kind, counts, n, expected in (
+        (SparseVLM, (576, 30, 30), 576, ((575, 1), (30, 17), (30, 1))),
+        (SparseVLMv2, (576, 30, 30), 576, ((575,), (30,), (29,))),
+        (SparseVLM, (1, 1, 1), 1, ((0, 1), (0, 1), (0, 1))),
+        (SparseVLMv2, (1, 1, 1), 9, ((1,), (0,), (0,))),
+    ):
+        pruner = kind(sparse_token_list=counts, pruning_loc=(2, 6, 15))
+        assert pruner.schedule(LLAVA, n).after == tuple(Survivors(*x) for x in expected)
 
 
 def test_shallow_models_are_pruned_at_the_same_share_of_their_depth():
@@ -94,21 +91,17 @@ def plain_recycled(score, x, slots, count):
         return kept, [], []
     dropped = dropped[: int(len(dropped) * 0.3) + 1]
     c = int(len(dropped) / 10) + 1
+    root = np.sqrt(x.shape[1])
     distance = {
-        (i, j): np.sqrt(((x[i] - x[j]) ** 2).sum()) / np.sqrt(x.shape[1])
-        for i in dropped
-        for j in dropped
+        (i, j): np.linalg.norm(x[i] - x[j]) / root for i, j in itertools.product(dropped, dropped)
     }
-    density = {
-        i: np.exp(-np.mean([d**2 for d in sorted(distance[i, j] for j in dropped)[:c]]))
-        for i in dropped
-    }
-    far = max(distance.values())
-    peak = {
-        i: density[i]
-        * min([distance[i, j] for j in dropped if density[j] > density[i]], default=far)
-        for i in dropped
-    }
+    density, peak = {}, {}
+    for i in dropped:
+        nearest = sorted(distance[i, j] for j in dropped)[:c]
+        density[i] = np.exp(-np.mean(np.square(nearest)))
+    for i in dropped:
+        denser = [distance[i, j] for j in dropped if density[j] > density[i]]
+        peak[i] = density[i] * min(denser, default=max(distance.values()))
     centres = sorted(dropped, key=lambda i: (-peak[i], dropped.index(i)))[:c]
     members = {i: [i] for i in centres}
     for i in dropped:

@@ -29,11 +29,10 @@ def plain(source, target, grid, count, topv):
     place = np.array([divmod(i, width) for i in range(n)], float)
     middle = np.array([(height - 1) / 2, (width - 1) / 2])
     feature, spatial, central = np.zeros((3, n, n))
-    for i in range(n):
-        for j in range(n):
-            feature[i, j] = np.sqrt(((source[i] - target[j]) ** 2).sum())
-            spatial[i, j] = 1 - np.exp(-((place[i] - place[j]) ** 2).sum() / (2 * topv.sigma**2))
-            central[i, j] = np.sqrt(((place[i] - middle) ** 2).sum())
+    for i, j in np.ndindex(n, n):
+        feature[i, j] = np.linalg.norm(source[i] - target[j])
+        spatial[i, j] = 1 - np.exp(-((place[i] - place[j]) ** 2).sum() / (2 * topv.sigma**2))
+        central[i, j] = np.linalg.norm(place[i] - middle)
     terms = [(x - x.min()) / (x.max() - x.min() or 1) for x in (feature, spatial, central)]
     cost = topv.alpha * terms[0] + topv.beta * terms[1] + topv.gamma * terms[2]
     masses = [np.linalg.norm(x, axis=1) for x in (source, target)]

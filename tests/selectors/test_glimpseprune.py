@@ -131,18 +131,16 @@ def reference(model, policy, request, row):
     tokens = np.asarray(model.backbone.project(model.params, images.features))
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     image_numbers, n = request.image_of[row], tokens.shape[1]
-    layout, following = loop_assemble(
-        request.ids[row], [range(n)] * len(image_numbers), n, "original"
-    )
+    all_tokens = [range(n)] * len(image_numbers)
+    layout, following = loop_assemble(request.ids[row], all_tokens, n, "original")
     hidden = [
         table[w] if image < 0 else tokens[image_numbers[image], i] for w, image, i, _ in layout
     ]
     hidden = np.float64([*hidden, np.zeros(48)])
     position = np.array([*(place for *_, place in layout), following])
     glimpse, scores = plain(policy.params["glimpse"]), []
-    vectors = norm(
-        glimpse["scale"], linear(glimpse, glimpse["embeddings"][:, 0]), CONFIG.rms_norm_eps
-    )
+    projected = linear(glimpse, glimpse["embeddings"][:, 0])
+    vectors = norm(glimpse["scale"], projected, CONFIG.rms_norm_eps)
     vector_of = dict(zip(CONFIG.le_layers, vectors, strict=True))
     language, text = model.params["language"], model.config.text
     for layer in range(CONFIG.reduce_layer + 1):
@@ -158,7 +156,7 @@ def reference(model, policy, request, row):
             linear(plain(policy.params[f"state_{i}"]), np.float64(images.taps[tap][number, 1:]))
             for i, tap in enumerate(taps)
         ]
-        slots = [slot for slot, (_, last_logits, _, _) in enumerate(layout) if last_logits == image]
+        slots = [slot for slot, token in enumerate(layout) if token[1] == image]
         image_logits.append(predicted_logits(policy.params, attention[slots], states))
     return np.array(image_logits)
 
@@ -187,14 +185,7 @@ def test_tokens_above_the_threshold_or_the_best_ones_remain(model):
         answers, prefill = answered(model, policy, budget, **options)
         remaining = []
         for row in (0, 1):
-            thresholds = [
-                middle if budget is None else np.sort(image_logits)[-6]
-                for image_logits in logits[row]
-            ]
-            kept = [
-                np.flatnonzero(x > threshold_logit)
-                for x, threshold_logit in zip(logits[row], thresholds, strict=True)
-            ]
+            kept = [np.flatnonzero(x > (np.sort(x)[-6] if budget else middle)) for x in logits[row]]
             assert [list(x) for x in answers[row].kept_indices] == [x.tolist() for x in kept]
             remaining.append(sum(map(len, kept)))
         remaining.append(0)

@@ -37,10 +37,8 @@ INVALID_LOSSES = {
 @pytest.mark.parametrize("name", INVALID_LOSSES)
 def test_losses_of_subsets_have_shape_rows_by_subsets(name):
     losses, shape = INVALID_LOSSES[name]
-    inputs, message = (
-        Inputs(ARGUMENTS[1]),
-        f"answer_loss_fn returned losses of shape {shape}, expected",
-    )
+    inputs = Inputs(ARGUMENTS[1])
+    message = f"answer_loss_fn returned losses of shape {shape}, expected"
     for loss in (
         lambda: SCORER.rloo_loss(*ARGUMENTS, losses, SETTINGS),
         lambda: subset_rewards(SCORER, SETTINGS, ARGUMENTS[0], inputs, losses),

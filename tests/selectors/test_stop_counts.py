@@ -45,23 +45,20 @@ def test_a_bound_is_a_finding_and_a_warning(caplog):
     # Nine of ten rows at a bound are reported, eight of ten are not.
     for count, is_at_bound in ((18, True), (16, False)):
         mixed_counts = np.where(np.arange(20) < count, 20, 7)
-        assert (
-            bool(describe_counts(mixed_counts, shortest, longest, num_tokens).finding)
-            == is_at_bound
-        )
+        stops = describe_counts(mixed_counts, shortest, longest, num_tokens)
+        assert bool(stops.finding) == is_at_bound
 
 
 def test_a_diagnosis_names_the_bound():
     losses = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, POLICY: 0.4}
     losses = {name: np.full(8, value) for name, value in losses.items()}
     shortest, longest, num_tokens = np.full(8, 1), np.full(8, 20), np.full(8, 40)
-    (finding,) = describe(
-        4, losses, stops=describe_counts(longest, shortest, longest, num_tokens)
-    ).findings
-    assert finding.startswith("the learned stop sits at T_max")
-    diagnosis = describe(
-        4, losses, stops=describe_counts(np.full(8, 5), shortest, longest, num_tokens)
+    at_bound, inside = (
+        describe_counts(count, shortest, longest, num_tokens) for count in (longest, np.full(8, 5))
     )
+    (finding,) = describe(4, losses, stops=at_bound).findings
+    assert finding.startswith("the learned stop sits at T_max")
+    diagnosis = describe(4, losses, stops=inside)
     assert not diagnosis.findings and "keeps 5.0 +- 0.0 of 40 tokens" in str(diagnosis)
 
 

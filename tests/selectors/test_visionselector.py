@@ -74,10 +74,8 @@ def test_gates_sum_to_the_count_with_finite_gradients():
 
 
 def test_training_weighs_the_distance_of_gates_from_the_best():
-    weights, tokens = (
-        random_weights(),
-        np.random.default_rng(2).standard_normal((2, 10, 6), np.float32),
-    )
+    weights = random_weights()
+    tokens = np.random.default_rng(2).standard_normal((2, 10, 6), np.float32)
     method = VisionSelector(config=VisionSelectorConfig(6, budget=0.25, reg_weight_end=3.1))
 
     def loss(weights, share):
@@ -120,10 +118,8 @@ def test_bad_fields_are_named(fields, message):
 
 
 def test_the_best_tokens_of_a_qwen_model_are_kept(qwen_model, tmp_path):
-    image, policy = (
-        noise(3, (60, 80)),
-        VisionSelector(params=random_weights(48, 24), config=VisionSelectorConfig(48)),
-    )
+    image = noise(3, (60, 80))
+    policy = VisionSelector(params=random_weights(48, 24), config=VisionSelectorConfig(48))
     policy = load_policy(save_policy(policy, tmp_path / "p"))
     images = pipeline.encode(qwen_model, read_request(qwen_model, ["two?"], [[image]]).images)
     size = int(images.sizes[0])

@@ -80,9 +80,9 @@ def expected_row(model, pruner, turns, images):
     request = read_request(model, [turns], [images])
     encoded = pipeline.encode(model, request.images, pruner.taps(model.config))
     batch = plan_batch(model, pruner, request.prompts(), encoded, COMPACT)
-    batch = pipeline.complete_plan(model, batch)
-    hidden, length = pipeline.embed(model, batch)
-    assert length[0] == len(request.ids[0]) - len(images) + batch.num_kept[0]
+    inputs = pipeline.prepare_prefill(model, batch)
+    hidden, length = pipeline.embed(model, inputs)
+    assert length[0] == len(request.ids[0]) - len(images) + inputs.num_kept[0]
     return hidden[0, : length[0]]
 
 
@@ -185,16 +185,12 @@ def test_only_web_pages_of_allowed_origins_may_send_requests(llava_model, addres
     chat_path, allow_header = "/v1/chat/completions", "access-control-allow-origin"
     assert allow_header not in httpx2.get(f"{address}/v1/models", headers=page_headers).headers
     with serve_with_engine("http://x", llava_model, origins=["http://page:3000"]) as server:
-        assert (
-            httpx2.options(server + chat_path, headers=page_headers | preflight).status_code == 200
-        )
-        assert (
-            httpx2.options(server + chat_path, headers=other_headers | preflight).status_code == 400
-        )
+        for headers, status in ((page_headers, 200), (other_headers, 400)):
+            response = httpx2.options(server + chat_path, headers=headers | preflight)
+            assert response.status_code == status
         response = httpx2.post(server + chat_path, headers=page_headers, content=b"{}")
-        assert (
-            response.status_code == 400 and response.headers[allow_header] == page_headers["origin"]
-        )
+        assert response.status_code == 400
+        assert response.headers[allow_header] == page_headers["origin"]
 
 
 @pytest.mark.parametrize(
@@ -207,17 +203,15 @@ def test_only_web_pages_of_allowed_origins_may_send_requests(llava_model, addres
     ],
 )
 def test_clients_receive_errors_of_the_engine(client, fake, address, mode, status, message):
-    fake.mode, start_count = (
-        mode,
-        read_metrics(address).get(f'requests_total{{status="{status}"}}', 0),
-    )
+    fake.mode, metric = mode, f'requests_total{{status="{status}"}}'
+    start_count = read_metrics(address).get(metric, 0)
     with pytest.raises(openai.APIStatusError) as caught:
         ask_one(client)
     assert caught.value.status_code == status and message in str(caught.value)
     is_late = mode in ("breaks", "ends")  # The first token has arrived before the error.
     with pytest.raises(openai.APIError if is_late else openai.APIStatusError, match=message):
         list(ask_one(client, stream=True))
-    assert read_metrics(address)[f'requests_total{{status="{status}"}}'] == start_count + 2
+    assert read_metrics(address)[metric] == start_count + 2
     wait_until(lambda: read_metrics(address)["in_flight"] == 0)
     fake.mode = "well"
     assert ask_one(client).usage.completion_tokens == 4

@@ -20,6 +20,14 @@ from stepprune_jax.serving.messages import Defaults, RequestParser
 PLAIN = stepprune(draw=0.0)
 
 
+def assert_answers_of_generate(model, questions, replies):
+    prompts, images, _ = zip(*questions, strict=True)
+    pruner = build_pruner(policy=PLAIN)
+    expected_answers = generate(model, prompts, images, pruner, options=RunOptions(8))
+    for (*_, max_tokens), reply, expected in zip(questions, replies, expected_answers, strict=True):
+        assert tuple(reply.choices[0].token_ids) == expected.token_ids[:max_tokens]
+
+
 @pytest.fixture(scope="module", params=[PATIENCE])
 def client(llava_model, request):
     """A client of a server that waits `request.param` seconds for a batch to fill."""
@@ -63,11 +71,8 @@ def test_broken_logits_of_one_request_do_not_affect_its_batch(llava_model, monke
     """Four requests share a batch. Only the one with the broken token gets an error."""
     metrics, model = Metrics(), broken_at(llava_model, "▁dog")
     parser = RequestParser(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
-    backend, steps = (
-        LocalBackend(model, metrics, batch_size=4, batch_seconds=5.0, max_tokens=200),
-        [],
-    )
-    stream = Generator.stream
+    backend = LocalBackend(model, metrics, batch_size=4, batch_seconds=5.0, max_tokens=200)
+    steps, stream = [], Generator.stream
 
     def recorded_stream(*arguments):
         for event in stream(*arguments):
@@ -83,10 +88,8 @@ def test_broken_logits_of_one_request_do_not_affect_its_batch(llava_model, monke
         except openai.InternalServerError as error:
             return error
 
-    app, threads = (
-        ChatApp(parser, backend, metrics, 64).app(),
-        concurrent.futures.ThreadPoolExecutor(4),
-    )
+    app = ChatApp(parser, backend, metrics, 64).app()
+    threads = concurrent.futures.ThreadPoolExecutor(4)
     with run_server(app) as address, openai_client(address) as client, threads:
         jobs = [*questions, ("red dog", [noise(4)], 6)]
         *answers, error = threads.map(lambda job: ask_one(client, *job), jobs)
@@ -94,13 +97,7 @@ def test_broken_logits_of_one_request_do_not_affect_its_batch(llava_model, monke
     assert metrics.registry.get_sample_value("stepprune_batch_rows_count") == 1
     assert len(steps) <= 8 * 4  # The broken row does not run on.
     assert error.status_code == 500 and "the model's logits are not finite. Either" in str(error)
-    prompts, images, _ = zip(*questions, strict=True)
-    pruner = build_pruner(policy=PLAIN)
-    expected_answers = generate(llava_model, prompts, images, pruner, options=RunOptions(8))
-    for (*_, max_tokens), answer, expected in zip(
-        questions, answers, expected_answers, strict=True
-    ):
-        assert tuple(answer.choices[0].token_ids) == expected.token_ids[:max_tokens]
+    assert_answers_of_generate(llava_model, questions, answers)
 
 
 @pytest.mark.parametrize("client", [0.5], indirect=True)
@@ -128,13 +125,7 @@ def test_requests_with_different_numbers_of_images_do_not_share_a_batch(client, 
     questions = [("two", [], 8), ("no", [noise(2), noise(3)], 7)]
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         answers = list(threads.map(lambda question: ask(client, *question), questions))
-    prompts, images, _ = zip(*questions, strict=True)
-    pruner = build_pruner(policy=PLAIN)
-    expected_answers = generate(llava_model, prompts, images, pruner, options=RunOptions(8))
-    for (*_, max_tokens), answer, expected in zip(
-        questions, answers, expected_answers, strict=True
-    ):
-        assert tuple(answer.choices[0].token_ids) == expected.token_ids[:max_tokens]
+    assert_answers_of_generate(llava_model, questions, answers)
 
 
 @pytest.mark.parametrize("client", [0.0], indirect=True)

@@ -55,9 +55,9 @@ class PlanningBackend(LocalBackend):
         generator, request = self._join_batch(chats)
         options, prompts = generator.options, request.prompts()
         batch = plan_batch(self._model, generator.placed, prompts, request.images, options)
-        batch = pipeline.complete_plan(self._model, batch)
+        inputs = pipeline.prepare_prefill(self._model, batch)
         is_sampled = bool(chats[0].sampling.temperature)
-        return (is_sampled, local_module._batch_shape(batch)), int(batch.num_kept[0])
+        return (is_sampled, local_module._batch_shape(inputs)), int(inputs.num_kept[0])
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,10 @@ def models(llava_model, qwen_model, tmp_path_factory):
 
 
 CASES = [
-    (
-        "llava",
-        "sparsevlm",
-        "3",
-        (24, 24),
-    ),  # Rows have several stages, and some rows have text only.
-    ("llava", "stepprune", "3", (24, 24)),  # Questions have several padded lengths.
+    # Rows have several stages, and some rows have text only.
+    ("llava", "sparsevlm", "3", (24, 24)),
+    # Questions have several padded lengths.
+    ("llava", "stepprune", "3", (24, 24)),
     ("qwen", "divprune", "1/3", (70, 44)),
     ("next", "divprune", "1/3", (72, 48)),
 ]
@@ -110,10 +107,8 @@ def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budge
     policy = stepprune() if pruner == "stepprune" else None
     defaults = Defaults(pruner, policy, budget, max_tokens=4)
     parser = RequestParser(model, "tiny", defaults, RequestLimits(), engine=False)
-    backend, extent = (
-        PlanningBackend(model, Metrics(), batch_size=2, max_tokens=4),
-        Extent(size, 110),
-    )
+    backend = PlanningBackend(model, Metrics(), batch_size=2, max_tokens=4)
+    extent = Extent(size, 110)
     warm_up(parser, backend, extent)
     backend.batcher.close()
 
@@ -132,11 +127,8 @@ def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budge
             if len(chat.request.ids[0]) - count <= extent.text:
                 chats.append(chat)
         shape, _ = backend.shape(chats)
-        assert shape in backend.planned_shapes, (
-            count,
-            rows,
-            [len(chat.request.ids[0]) for chat in chats],
-        )
+        lengths = [len(chat.request.ids[0]) for chat in chats]
+        assert shape in backend.planned_shapes, (count, rows, lengths)
     assert len(backend.planned_shapes) < 400
 
 

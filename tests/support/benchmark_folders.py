@@ -13,16 +13,8 @@ SHORT = "\nAnswer the question using a single word or phrase."
 # Tasks of MME with separate folders for images and texts.
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")
 # Number of questions of each benchmark.
-SIZES = {
-    "gqa": 3,
-    "mmbench": 5,
-    "mmbench_cn": 2,
-    "mme": 28,
-    "pope": 6,
-    "scienceqa": 4,
-    "vqav2": 3,
-    "textvqa": 4,
-}
+SIZES = {"gqa": 3, "mmbench": 5, "mmbench_cn": 2, "mme": 28, "pope": 6, "scienceqa": 4, "vqav2": 3}
+SIZES["textvqa"] = 4
 
 
 def write_benchmarks(root):
@@ -48,12 +40,16 @@ def people(*texts):
     return [{"answer": text} for text in (texts * 10)[:10]]
 
 
+def list_line(question_id, image, text, category="default"):
+    """Returns a line of one of LLaVA's lists of questions."""
+    return {"question_id": question_id, "image": image, "text": text, "category": category}
+
+
 def write_gqa(root, put):
     rows, official = [], {}
     for number, text in enumerate(("Is it red?", "What shape is it?", "Is it a circle?")):
         name = put(root / "gqa/data/images" / f"n{number % 2}.jpg").name
-        row = {"question_id": f"20{number}", "image": name, "text": text + SHORT}
-        rows.append(row | {"category": "default"})
+        rows.append(list_line(f"20{number}", name, text + SHORT))
         official[f"20{number}"] = {
             "question": text,
             "imageId": name[:-4],
@@ -69,13 +65,7 @@ def write_gqa(root, put):
 
 def write_vqav2(root, put):
     lines = [
-        {
-            "question_id": 900 + n,
-            "image": f"COCO_test2015_{n:012d}.jpg",
-            "text": f"Is it {n}?{SHORT}",
-            "category": "default",
-        }
-        for n in range(5)
+        list_line(900 + n, f"COCO_test2015_{n:012d}.jpg", f"Is it {n}?{SHORT}") for n in range(5)
     ]
     for line in lines[1:4]:
         put(root / "vqav2/test2015" / line["image"])
@@ -105,9 +95,7 @@ def write_textvqa(root, put):
     for image, text in itertools.product(("00ab", "00cd"), ("What is written?", "What number?")):
         put(root / "textvqa/train_images" / f"{image}.jpg")
         text_ocr = f"{text}\nReference OCR token: A, 7{SHORT}"
-        rows.append(
-            {"question_id": image, "image": f"{image}.jpg", "text": text_ocr, "category": "default"}
-        )
+        rows.append(list_line(image, f"{image}.jpg", text_ocr))
         data.append({"image_id": image, "question": text, "answers": ["seven", "7"] * 5})
     write_lines(root / "textvqa/llava_textvqa_val_v051_ocr.jsonl", rows)
     write_json(root / "textvqa/TextVQA_0.5.1_val.json", {"data": data})
@@ -120,14 +108,7 @@ def write_pope(root, put):
         for number, (thing, label) in enumerate((("circle", "yes"), ("kite", "no")), start=1):
             image = put(root / "pope/val2014" / f"COCO_val2014_{number:012d}.jpg").name
             text = f"Is there a {thing} in the image?"
-            rows.append(
-                {
-                    "question_id": start + number,
-                    "image": image,
-                    "text": text + SHORT,
-                    "category": split,
-                }
-            )
+            rows.append(list_line(start + number, image, text + SHORT, split))
             labels.append({"question_id": number, "image": image, "text": text, "label": label})
         write_lines(root / f"pope/coco/coco_pope_{split}.json", labels)
     write_lines(root / "pope/llava_pope_test.jsonl", rows)
@@ -143,15 +124,8 @@ def write_mme(root, put):
         questions = {f"Is this {task}?": "Yes", "Is this a kite?": "No"}
         lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in questions.items()]
         (texts / "1.txt").write_text("\n".join(lines))
-        rows += [
-            {
-                "question_id": f"{inner}/1.png",
-                "image": f"{inner}/1.png",
-                "text": text + SHORT,
-                "category": task,
-            }
-            for text in questions
-        ]
+        name = f"{inner}/1.png"
+        rows += [list_line(name, name, text + SHORT, task) for text in questions]
     write_lines(root / "MME/llava_mme.jsonl", rows)
 
 

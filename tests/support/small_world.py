@@ -11,7 +11,6 @@ from PIL import Image
 
 from stepprune_jax import PolicyConfig, configurations, testing
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.inference import encode
@@ -129,16 +128,6 @@ def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
 def changed(run: EvaluationRun, **fields) -> EvaluationRun:
     """Returns the run with some fields of its evaluation settings replaced."""
     return dataclasses.replace(run, eval=dataclasses.replace(run.eval, **fields))
-
-
-def save_all(workdir: Path) -> dict[str, str]:
-    """Saves the policy of a run and two further policies, and returns the latter by row name."""
-    save_policy(stepprune(), workdir / "policy.safetensors")
-    rows = {"AutoSelect-like": one_shot(), "StepPrune literal": stepprune(5, min_tokens=0)}
-    return {
-        name: str(save_policy(policy, workdir / "rows" / f"{number}.safetensors"))
-        for number, (name, policy) in enumerate(rows.items())
-    }
 
 
 def one_width(patch) -> None:

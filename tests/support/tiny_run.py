@@ -1,10 +1,13 @@
 """A run on a tiny LLaVA and a few images, with the same shapes in every test."""
 
 import json
+import os
 import pathlib
+import signal
 
 import numpy as np
 from PIL import Image
+from visual import noise
 
 from stepprune_jax import configurations
 from stepprune_jax.checkpoints.folder import inspect_folder
@@ -13,6 +16,7 @@ from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.source import training_source
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.selectors import AutoSelectConfig
+from stepprune_jax.training import train
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.workdir.metrics import MetricsLog
@@ -48,6 +52,18 @@ def write_data(folder, count=6, entries=()):
         samples.append({"id": f"s{i}", "image": f"{i}.png", "conversations": turns})
     (folder / "train.json").write_text(json.dumps([*samples, *entries]))
     return folder
+
+
+# (height, width) of images that a model of any image size resizes differently.
+IMAGE_SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
+
+
+def write_data_of_sizes(folder):
+    """Writes data whose images have the sizes of `IMAGE_SIZES`."""
+    data = write_data(folder)
+    for number, size in enumerate(IMAGE_SIZES):
+        noise(number, size).save(data / "images" / f"{number}.png")
+    return data
 
 
 def write_questions(folder):
@@ -122,3 +138,30 @@ def call_at_line(monkeypatch, number, action):
             action()
 
     monkeypatch.setattr(MetricsLog, "write", write_and_count)
+
+
+def stop_this_process():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_to_line(monkeypatch, number, run, workdir):
+    """Trains until a signal stops the run at the line of this number; returns the exit status."""
+    call_at_line(monkeypatch, number, stop_this_process)
+    return train(run, workdir)
+
+
+def damage_checkpoint(workdir, step):
+    """Truncates the arrays of a checkpoint."""
+    for path in (workdir / "checkpoints" / str(step)).glob("arrays/**/d/*"):
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+def read_run_file(workdir):
+    return json.loads((workdir / "run.json").read_text())
+
+
+def assert_same_run(workdir, expected_workdir):
+    """Asserts that two runs have equal metrics, and policies of the same bytes."""
+    assert metrics(workdir) == metrics(expected_workdir)
+    policy, expected = (folder / "policy.safetensors" for folder in (workdir, expected_workdir))
+    assert policy.read_bytes() == expected.read_bytes()

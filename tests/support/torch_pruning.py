@@ -114,11 +114,8 @@ def check(pair, example, choose, projected=False):
 def pruned_answer(pair, prompt, images, positions, max_tokens):
     """Returns greedy ids after pruning with `ByQuestion`, computed without a cache."""
     ours, theirs = pair
-    request_of_ours, n, core = (
-        request(ours, prompt, images),
-        ours.config.max_image_tokens,
-        theirs.model,
-    )
+    request_of_ours, core = request(ours, prompt, images), theirs.model
+    n = ours.config.max_image_tokens
     kept = chosen(n, len(request_of_ours.question_ids[0]))
     tokens, place = loop_assemble(request_of_ours.ids[0], [kept] * len(images), n, positions)
     hidden, _ = prompted(pair, prompt, images, lambda *arguments: all_patches(*arguments)[kept])

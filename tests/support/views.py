@@ -12,12 +12,12 @@ from stepprune_jax.testing import tiny_hf_config
 select = jax.jit(lambda pruner, view, capacity: pruner.keep(view, capacity), static_argnums=2)
 
 
-def view(tokens, *taps, count, **fields):
+def view(tokens, *taps, count, valid=None, **fields):
     """Returns inputs of a pruner; `count` is a number or one per row."""
     r = len(tokens)
     inputs = PrunerInputs(
         tokens=jnp.asarray(tokens),
-        valid=None,
+        mask=None if valid is None else jnp.asarray(valid),
         grid=jnp.ones((r, 2), jnp.int32),
         text=jnp.zeros((r, 1, 2)),
         text_valid=jnp.zeros((r, 1), bool),

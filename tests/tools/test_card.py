@@ -66,12 +66,8 @@ def test_statistics_of_graphs_are_read_from_the_log():
 def test_the_first_sections_fit_into_the_default_time(tmp_path):
     (tmp_path / "out").mkdir()
     all_sections = sections(tmp_path / "out", tmp_path, small=False)
-    assert [section.name for section in all_sections][:4] == [
-        "rows",
-        "programs",
-        "host",
-        "products",
-    ]
+    names = [section.name for section in all_sections]
+    assert names[:4] == ["rows", "programs", "host", "products"]
     assert sum(section.seconds for section in all_sections[:6]) < 9 * 60
     (tests,) = (section for section in all_sections if section.needs_gpu)
     assert "tests/training/test_on_a_gpu.py" in tests.command
@@ -84,9 +80,8 @@ def test_every_section_has_a_result_or_a_reason(tmp_path, monkeypatch):
     card.main(["--out", str(tmp_path), "--small", "--minutes", "30"])
     parts = (tmp_path / "summary.md").read_text().split("## ")[1:]
     text_by_section = dict(part.split(": ", 1) for part in parts)
-    assert [*text_by_section] == [
-        section.name for section in sections(tmp_path, tmp_path, small=True)
-    ]
+    names = [section.name for section in sections(tmp_path, tmp_path, small=True)]
+    assert [*text_by_section] == names
     for name, row in {
         "rows": "| stepprune@4 group=4 |",
         "programs": ".jit_decode |",
@@ -97,9 +92,8 @@ def test_every_section_has_a_result_or_a_reason(tmp_path, monkeypatch):
         "int8": "| stepprune@4 |",
         "batch8": "| visionzip@4 |",
     }.items():
-        assert text_by_section[name].startswith("done in ") and row in text_by_section[name], (
-            text_by_section[name]
-        )
+        text = text_by_section[name]
+        assert text.startswith("done in ") and row in text, text
     assert "attention 'cudnn' needs a GPU" in text_by_section["cudnn"]
     assert text_by_section["tests"].startswith(("needs a GPU", "done in"))
     (rows,) = json.loads((tmp_path / "rows.json").read_text())["batches"].values()

@@ -74,11 +74,8 @@ def test_a_run_with_the_gate_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
     run = tiny_run(mesh="data=2,fsdp=2,tensor=2")
     measurements = training.measure(run, FIELDS, 2, IDS, tmp_path)
-    assert (
-        measurements.policy > 0
-        and measurements.fed > 0
-        and 0 <= measurements.wait < measurements.update
-    )
+    assert measurements.policy > 0 and measurements.fed > 0
+    assert 0 <= measurements.wait < measurements.update
     assert measurements.peak is None  # A CPU does not report its memory.
     assert measurements.planned.total > 0
     # Recomputation by remat is no operation of the model.
@@ -86,9 +83,8 @@ def test_a_run_with_the_gate_is_measured(tmp_path, monkeypatch):
     setup = step_config.make_step_config(run, Llava.read(FIELDS, None), step_config.make_mesh(run))
     conversation = encoded(tmp_path / "data")
     targets = sum(label >= 0 for label in conversation.labels)
-    widths = Bucket(
-        -(-len(conversation.ids) // 8) * 8, -(-len(conversation.text) // 8) * 8, targets
-    )
+    padded = [-(-len(ids) // 8) * 8 for ids in (conversation.ids, conversation.text)]
+    widths = Bucket(*padded, targets)
     traced = dry_run.trace_update(setup, jnp.float32, 4, widths)
     assert measurements.flops == traced_flops(traced.jaxpr)
 

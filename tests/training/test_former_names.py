@@ -1,11 +1,9 @@
 """Runs and settings from when RLOO was called "sets", and its group `policy_gradient`."""
 
 import json
-import os
-import signal
 
 import pytest
-from tiny_run import call_at_line, load_config, make_run, metrics
+from tiny_run import load_config, make_run, metrics, read_run_file, train_to_line
 
 from stepprune_jax import configurations
 from stepprune_jax.training import train
@@ -65,11 +63,9 @@ def test_settings_of_another_recipe_or_with_an_annealed_gate_are_refused():
 def test_a_folder_with_former_names_resumes_bit_for_bit(world, tmp_path, monkeypatch):
     run = make_run(*world, recipe="rloo", steps=4, **RLOO_CHANGES)
     train(run, tmp_path / "uninterrupted")
-    call_at_line(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    train(run, tmp_path / "resumed")
-    file = tmp_path / "resumed" / "run.json"
-    about = json.loads(file.read_text())
-    file.write_text(json.dumps(about | {"config": with_former_names(run, "sets", 0)}))
+    train_to_line(monkeypatch, 2, run, tmp_path / "resumed")
+    about = read_run_file(tmp_path / "resumed") | {"config": with_former_names(run, "sets", 0)}
+    (tmp_path / "resumed" / "run.json").write_text(json.dumps(about))
     train(run, tmp_path / "resumed")
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "uninterrupted")
 

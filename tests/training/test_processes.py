@@ -58,11 +58,7 @@ def test_the_environment_describes_the_processes(environment, expected):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"JAX_PROCESS_ID": ""},
-        {"JAX_COORDINATOR_ADDRESS": "node1"},
-        {"JAX_PROCESS_ID": "4"},
-    ],
+    [{"JAX_PROCESS_ID": ""}, {"JAX_COORDINATOR_ADDRESS": "node1"}, {"JAX_PROCESS_ID": "4"}],
 )
 def test_a_bad_variable_is_named(change):
     (variable,) = change.items()

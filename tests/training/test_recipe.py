@@ -1,16 +1,23 @@
-"""Recipes: their phases, the measurement of "auto", and how a run in phases resumes."""
+"""Recipes: their phases, how a run in phases resumes, and the gain of sampled subsets."""
 
-import dataclasses
 import functools
 import json
-import os
 import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import call_at_line, load_config, make_run, metrics
+from tiny_run import (
+    assert_same_run,
+    damage_checkpoint,
+    load_config,
+    make_run,
+    metrics,
+    read_run_file,
+    stop_this_process,
+    train_to_line,
+)
 
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.policy import FeatureStats, PolicyConfig
@@ -19,6 +26,7 @@ from stepprune_jax.training import dry_run as dry_run_module
 from stepprune_jax.training import run as run_module
 from stepprune_jax.training import train
 from stepprune_jax.training.dry_run import dry_run
+from stepprune_jax.training.objectives import WarmStartObjective
 
 RLOO_CHANGES = {"rloo.longest": 0.5, "optimizer.warmup": 0}
 
@@ -28,63 +36,74 @@ def make_auto_run(world, **changes):
 
 
 def choose_first_objective(monkeypatch, name):
-    """Moves the bound on the gain, because the gain of a random model is noise."""
-    least_gain = {"rloo": -1e9, "gate": 1e9}[name]
-    monkeypatch.setattr(rloo, "MIN_GAIN", least_gain)
-
-
-def stop_this_process():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def read_run_file(workdir):
-    return json.loads((workdir / "run.json").read_text())
+    """Moves the bounds on gains, because the gains of a random model are noise."""
+    monkeypatch.setattr(SubsetGain, "is_better_than", lambda *_: name == "warm_start")
+    monkeypatch.setattr(rloo, "MIN_GAIN", -1e9 if name == "rloo" else 1e9)
 
 
 @pytest.fixture(scope="module")
 def two_phase_run(world, tmp_path_factory):
-    """Folder of an uninterrupted run of twelve updates through the gate, and three by RLOO."""
+    """Folder of an uninterrupted run: six updates of the warm start, and nine by RLOO."""
     workdir = tmp_path_factory.mktemp("phases")
     with pytest.MonkeyPatch.context() as patch:
-        choose_first_objective(patch, "gate")
+        choose_first_objective(patch, "warm_start")
         train(make_auto_run(world), workdir)
     return workdir
 
 
-def assert_same_policy(workdir, expected_workdir):
-    name = "policy.safetensors"
-    assert (workdir / name).read_bytes() == (expected_workdir / name).read_bytes()
+def test_auto_begins_with_the_warm_start_if_a_trial_helps(world, two_phase_run, tmp_path):
+    warm_rows, rloo_rows = metrics(two_phase_run)[:6], metrics(two_phase_run)[6:]
+    assert all("covered" in row and "reward" not in row for row in warm_rows)
+    assert all("reward" in row and "covered" not in row for row in rloo_rows)
+    # Each phase begins with its own learning rate, 1e-3 * 64 / width, for a width of 8.
+    assert [rows[0]["lr"] for rows in (warm_rows, rloo_rows)] == pytest.approx([8e-3, 8e-3])
+    assert warm_rows[-1]["lr"] < 5e-3 and rloo_rows[-1]["lr"] < 5e-3
+    # Each of the twelve rows counts once, although three batches have 24 rows.
+    about = read_run_file(two_phase_run)
+    assert about["begin"] == "warm_start" and about["trial"]["questions"] == 12
+    assert about["trial"]["sets"] != about["signal"]["sets"]
+    # The trial leaves no trace in the weights.
+    train(make_run(*world, recipe="warm_start", steps=15, **RLOO_CHANGES), tmp_path)
+    assert_same_run(tmp_path, two_phase_run)
 
 
-def test_auto_equals_rloo_if_subsets_gain_enough(world, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("recipe", ["auto", "warm_start"])
+def test_a_run_without_updates_of_the_warm_start_equals_rloo(world, tmp_path, monkeypatch, recipe):
+    monkeypatch.setattr(rloo, "MIN_GAIN", -1e9)
+    changes = {"steps": 3, "warm_start.share": 0.0} | RLOO_CHANGES
+    train(make_run(*world, recipe=recipe, **changes), tmp_path / recipe)
+    train(make_run(*world, recipe="rloo", steps=3, **RLOO_CHANGES), tmp_path / "rloo")
+    assert_same_run(tmp_path / recipe, tmp_path / "rloo")
+
+
+def test_auto_uses_rloo_if_the_trial_fails_and_subsets_gain_enough(
+    world, tmp_path, monkeypatch, capsys
+):
     choose_first_objective(monkeypatch, "rloo")
     train(make_auto_run(world, steps=3), tmp_path / "auto")
     output = capsys.readouterr().out
     assert "Recipe: RLOO on sampled subsets, because a few tokens gain" in output
+    assert "a trial of the warm start does not help" in output
     train(make_run(*world, recipe="rloo", steps=3, **RLOO_CHANGES), tmp_path / "rloo")
-    assert metrics(tmp_path / "auto") == metrics(tmp_path / "rloo")
-    assert_same_policy(tmp_path / "auto", tmp_path / "rloo")
-    about = read_run_file(tmp_path / "auto")
-    # Each of the twelve rows counts once, although three batches have 24 rows.
-    assert about["begin"] == "rloo" and about["signal"]["questions"] == 12
+    assert_same_run(tmp_path / "auto", tmp_path / "rloo")
 
 
-def test_auto_begins_with_the_gate_if_subsets_gain_too_little(two_phase_run):
-    gate_rows, rloo_rows = metrics(two_phase_run)[:12], metrics(two_phase_run)[12:]
+def test_auto_begins_with_the_gate_if_nothing_else_helps(world, tmp_path, monkeypatch):
+    choose_first_objective(monkeypatch, "gate")
+    train(make_auto_run(world), tmp_path)
+    gate_rows, rloo_rows = metrics(tmp_path)[:12], metrics(tmp_path)[12:]
     assert all("iou" in row and "reward" not in row for row in gate_rows)
     assert all("reward" in row and "iou" not in row for row in rloo_rows)
-    # Each phase begins with the learning rate of its recipe. The rate of RLOO is for a width of 8.
     first_rates = [rows[0]["lr"] for rows in (gate_rows, rloo_rows)]
     assert first_rates == pytest.approx([1e-3, 8e-3])
-    assert gate_rows[-1]["lr"] < 5e-4 and rloo_rows[-1]["lr"] < 8e-3
-    assert read_run_file(two_phase_run)["begin"] == "gate"
+    assert read_run_file(tmp_path)["begin"] == "gate"
 
 
 def test_a_run_in_phases_resumes_after_any_stop(
     world, two_phase_run, tmp_path, monkeypatch, capsys
 ):
-    """Stops during the measurement, in the first phase, at the switch and in the second phase."""
-    choose_first_objective(monkeypatch, "gate")
+    """Stops during the trial, in the first phase, at the switch and in the second phase."""
+    choose_first_objective(monkeypatch, "warm_start")
     decide = run_module._decide
 
     def stop_and_decide(*arguments):
@@ -96,50 +115,45 @@ def test_a_run_in_phases_resumes_after_any_stop(
         assert train(make_auto_run(world), tmp_path) == signal.SIGTERM
     assert "Stopped before the first update" in capsys.readouterr().out
     assert "begin" not in read_run_file(tmp_path)
-    decision = "Recipe: the gate for 12 updates, then RLOO on sampled subsets, because"
-    for done, num_lines in ((2, 2), (12, 10), (13, 1)):
-        call_at_line(monkeypatch, num_lines, stop_this_process)
-        train(make_auto_run(world), tmp_path)
+    recipe = "Recipe: the warm start for 6 updates, then RLOO on sampled subsets, because"
+    for done, num_lines in ((2, 2), (6, 4), (7, 1)):
+        train_to_line(monkeypatch, num_lines, make_auto_run(world), tmp_path)
         output = capsys.readouterr().out
         assert f"Stopped after step {done} of 15" in output
-        assert (decision in output) == (done == 2)
-        switch = "Update 13: RLOO on sampled subsets from here on"
-        assert (switch in output) == (done == 13)
+        assert (recipe in output) == (done == 2)
+        switch = "Update 7: RLOO on sampled subsets from here on"
+        assert (switch in output) == (done == 7)
         # A resumed run must keep its decision.
-        choose_first_objective(monkeypatch, "rloo")
+        choose_first_objective(monkeypatch, "gate")
     # The last checkpoint is damaged. The checkpoint before it is in the first phase.
-    for path in (tmp_path / "checkpoints" / "13").glob("arrays/**/d/*"):
-        path.write_bytes(path.read_bytes()[:-9])
+    damage_checkpoint(tmp_path, 7)
     train(make_auto_run(world), tmp_path)
     output = capsys.readouterr().out
-    assert "Resuming after step 12" in output and "step 15/15  rloo  loss" in output
-    assert metrics(tmp_path) == metrics(two_phase_run)
-    assert_same_policy(tmp_path, two_phase_run)
+    assert "Resuming after step 6" in output and "step 15/15  rloo  loss" in output
+    assert_same_run(tmp_path, two_phase_run)
 
 
 def test_a_resumed_run_needs_a_known_first_objective(world, tmp_path, monkeypatch):
     choose_first_objective(monkeypatch, "gate")
-    call_at_line(monkeypatch, 2, stop_this_process)
-    train(make_auto_run(world), tmp_path)
+    train_to_line(monkeypatch, 2, make_auto_run(world), tmp_path)
     about = read_run_file(tmp_path) | {"begin": "x"}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match=r"run\.json: 'begin' is 'x', expected 'gate' or 'rloo'"):
+    message = r"run\.json: 'begin' is 'x', expected one of gate, rloo, warm_start"
+    with pytest.raises(ValueError, match=message):
         train(make_auto_run(world), tmp_path)
 
 
 def test_auto_trains_a_method_that_cannot_sample_through_the_gate(
-    world, two_phase_run, tmp_path, monkeypatch, capsys
+    world, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(StepPrune, "samples_subsets", False)
-    run = make_auto_run(world, steps=12)
-    train(run, tmp_path)
-    output = capsys.readouterr().out
-    assert "Recipe: the gate, because stepprune cannot sample subsets of tokens" in output
-    assert metrics(tmp_path) == metrics(two_phase_run)[:12]
-    assert read_run_file(tmp_path)["begin"] == "gate"
+    train(make_auto_run(world, steps=2), tmp_path / "auto")
+    assert "Recipe: the gate, because stepprune cannot sample" in capsys.readouterr().out
+    train(make_run(*world, recipe="gate", steps=2, **RLOO_CHANGES), tmp_path / "gate")
+    assert metrics(tmp_path / "auto") == metrics(tmp_path / "gate")
     message = r"config\.recipe is 'rloo', expected gate or auto, as stepprune cannot"
     with pytest.raises(ValueError, match=message):
-        train(dataclasses.replace(run, recipe="rloo"), tmp_path / "rloo")
+        make_run(*world, recipe="rloo", **RLOO_CHANGES)
 
 
 def test_a_recipe_that_cannot_be_followed_is_refused(world):
@@ -154,9 +168,9 @@ def test_configurations_have_the_phases_of_their_recipes():
     assert [run.recipe for run in runs.values()] == ["auto", "gate", "gate"]
     assert load_config("qwen25vl_3b").recipe == "auto" and load_config("shapes").recipe == "gate"
     run = runs["llava7b"]
-    gate, rloo_phase = run.make_recipe().phases(run.steps)
-    assert gate.optimizer == load_config("llava7b:short").optimizer
-    assert (gate.num_steps, rloo_phase.num_steps, rloo_phase.last) == (1280, 320, 1600)
+    warm_phase, rloo_phase = run.make_recipe().phases(run.steps)
+    assert warm_phase.objective == WarmStartObjective()
+    assert (warm_phase.num_steps, rloo_phase.num_steps, rloo_phase.last) == (640, 960, 1600)
     (only_phase,) = load_config("rloo:llava7b").make_recipe().phases(1600)
     assert only_phase.objective == rloo_phase.objective
     assert only_phase.optimizer == rloo_phase.optimizer
@@ -171,16 +185,16 @@ def test_a_dry_run_counts_both_phases(world, tmp_path, monkeypatch, capsys):
     cost = dry_run(make_auto_run(world), tmp_path)
     output = capsys.readouterr().out
     for words in (
-        "phase       the gate",
+        "phase       the warm start",
         "phase       RLOO on sampled subsets",
-        "hours for 12 updates",
-        "hours for 3 updates",
-        "if all 15 updates use RLOO on sampled subsets",
+        "hours for 6 updates",
+        "hours for 9 updates",
+        "hours for 15 updates",
     ):
         assert words in output
     lines = output.splitlines()
     flops = [float(line.split()[1]) for line in lines if line.startswith("operations")]
-    expected = (4 * flops[0] + flops[1]) / 5
+    expected = (2 * flops[0] + 3 * flops[1]) / 5
     assert flops[0] != flops[1] and cost.flops == pytest.approx(expected, rel=0.01)
     assert cost.memory.total == 3 << 30
 
@@ -219,6 +233,9 @@ def test_a_gain_suffices_if_it_is_larger_than_its_error():
     gain = SubsetGain(sets=0.6, luck=0.5, all=1.0, error=0.01, questions=512)
     assert gain.gain == pytest.approx(0.2) and gain.suffices
     assert not gain._replace(error=0.08).suffices
+    # An improvement has to exceed two standard errors, here 2 * sqrt(2) * 0.01.
+    assert gain._replace(sets=0.63).is_better_than(gain)
+    assert not gain._replace(sets=0.62).is_better_than(gain)
     # Rewards that spread by luck gain no more than the tokens of another image.
     assert not gain._replace(sets=0.51).suffices
     no_gain = gain._replace(all=0.4)
@@ -227,10 +244,11 @@ def test_a_gain_suffices_if_it_is_larger_than_its_error():
 
 @pytest.mark.slow
 def test_several_devices_decide_and_train_as_one_device(world, tmp_path, monkeypatch):
-    choose_first_objective(monkeypatch, "gate")
+    choose_first_objective(monkeypatch, "warm_start")
     for name, mesh in (("one", "single"), ("many", "data=4,fsdp=2")):
         train(make_auto_run(world, steps=5, mesh=mesh), tmp_path / name)
-    expected, gain = (read_run_file(tmp_path / name)["signal"] for name in ("one", "many"))
-    assert gain == pytest.approx(expected, rel=1e-4)
+    files = [read_run_file(tmp_path / name) for name in ("one", "many")]
+    for gain in ("signal", "trial"):
+        assert files[1][gain] == pytest.approx(files[0][gain], rel=1e-4)
     for row, expected in zip(metrics(tmp_path / "many"), metrics(tmp_path / "one"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)

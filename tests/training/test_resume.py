@@ -4,13 +4,22 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from processes import free_port, outputs
-from tiny_run import call_at_line, make_run, metrics, validation_rows, write_data
+from processes import run_processes
+from tiny_run import (
+    assert_same_run,
+    call_at_line,
+    damage_checkpoint,
+    make_run,
+    metrics,
+    stop_this_process,
+    train_to_line,
+    validation_rows,
+    write_data,
+)
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.training import train
@@ -30,31 +39,19 @@ def test_a_run_logs_its_updates_and_writes_a_policy(finished_run):
     assert float(policy.stats.count) == 6 * 9  # all six images, fewer than the settings allow
 
 
-def stop_this_process():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_stopped_run_resumes_without_a_difference(
-    world, finished_run, tmp_path, monkeypatch, capsys
-):
+def test_a_stopped_run_resumes_bit_for_bit(world, finished_run, tmp_path, monkeypatch, capsys):
     handler = signal.getsignal(signal.SIGTERM)
-    call_at_line(monkeypatch, 2, stop_this_process)
-    assert train(make_run(*world), tmp_path) == signal.SIGTERM
+    assert train_to_line(monkeypatch, 2, make_run(*world), tmp_path) == signal.SIGTERM
     assert "Stopped after step 2 of 6" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == handler
     assert not (tmp_path / "policy.safetensors").exists()
     # The number of threads may change.
     assert train(make_run(*world, **{"data.threads": 5}), tmp_path) == 0
     assert "Resuming after step 2" in capsys.readouterr().out
-    assert metrics(tmp_path) == metrics(finished_run)
-    assert (tmp_path / "policy.safetensors").read_bytes() == (
-        finished_run / "policy.safetensors"
-    ).read_bytes()
+    assert_same_run(tmp_path, finished_run)
 
 
-def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
-    world, finished_run, tmp_path, monkeypatch
-):
+def test_a_killed_run_writes_no_line_twice(world, finished_run, tmp_path, monkeypatch):
     def fail():
         raise MemoryError
 
@@ -72,17 +69,14 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
 def test_the_state_of_an_objective_is_resumed(world, tmp_path, monkeypatch):
     changes = {"policy.soft_budget": "batch_mean", "policy.batch_budget": "own", "steps": 4}
     train(make_run(*world, **changes), tmp_path / "uninterrupted")
-    call_at_line(monkeypatch, 2, stop_this_process)
-    for _ in range(2):
-        train(make_run(*world, **changes), tmp_path / "resumed")
+    train_to_line(monkeypatch, 2, make_run(*world, **changes), tmp_path / "resumed")
+    train(make_run(*world, **changes), tmp_path / "resumed")
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "uninterrupted")
     state = read_latest(tmp_path / "resumed").arrays["state"]
     assert 0 < float(state["method"]) < 9
 
 
-def test_a_run_whose_output_is_closed_saves_its_state_first(
-    world, finished_run, tmp_path, monkeypatch, capsys
-):
+def test_a_closed_output_loses_no_state(world, finished_run, tmp_path, monkeypatch, capsys):
     """As with `train.py | tee log`: Ctrl-C also ends the reader."""
 
     def fail(*_):
@@ -103,13 +97,9 @@ def test_a_run_whose_output_is_closed_saves_its_state_first(
     assert metrics(tmp_path) == metrics(finished_run)
 
 
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
-    world, finished_run, tmp_path, monkeypatch, capsys
-):
-    call_at_line(monkeypatch, 5, stop_this_process)
-    train(make_run(*world), tmp_path)
-    for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
-        path.write_bytes(path.read_bytes()[:-9])
+def test_a_damaged_checkpoint_is_passed_over(world, finished_run, tmp_path, monkeypatch, capsys):
+    train_to_line(monkeypatch, 5, make_run(*world), tmp_path)
+    damage_checkpoint(tmp_path, 5)
     train(make_run(*world), tmp_path)
     output = capsys.readouterr()
     assert "warning: checkpoint 5 is damaged" in output.err
@@ -125,8 +115,7 @@ def assert_close_metrics(rows, expected_rows):
 
 @pytest.mark.slow
 def test_a_run_resumes_on_other_devices(world, finished_run, tmp_path, monkeypatch, capsys):
-    call_at_line(monkeypatch, 4, stop_this_process)
-    train(make_run(*world), tmp_path)
+    train_to_line(monkeypatch, 4, make_run(*world), tmp_path)
     train(make_run(*world, mesh="data=4,fsdp=2"), tmp_path)
     assert "Resuming after step 4" in capsys.readouterr().out
     rows, expected_rows = metrics(tmp_path), metrics(finished_run)
@@ -139,13 +128,13 @@ def test_a_finished_run_says_so_and_rewrites_a_missing_or_older_policy(world, fi
     train(make_run(*world, log_every=3), finished_run)
     assert "has finished its 6 steps" in capsys.readouterr().out
     policy = finished_run / "policy.safetensors"
-    policy.unlink()
-    train(make_run(*world), finished_run)
-    assert {path: path.read_bytes() for path in finished_run.glob("*.*")} == files
-    policy.write_bytes(b"of an earlier run in this folder")
-    os.utime(policy, (0, 0))
-    train(make_run(*world), finished_run)
-    assert {path: path.read_bytes() for path in finished_run.glob("*.*")} == files
+    for is_missing in (True, False):
+        policy.unlink()
+        if not is_missing:
+            policy.write_bytes(b"of an earlier run in this folder")
+            os.utime(policy, (0, 0))
+        train(make_run(*world), finished_run)
+        assert {path: path.read_bytes() for path in finished_run.glob("*.*")} == files
 
 
 def test_another_configuration_model_or_file_is_refused(world, finished_run, tmp_path):
@@ -165,16 +154,10 @@ def test_another_configuration_model_or_file_is_refused(world, finished_run, tmp
 @pytest.mark.slow
 def test_two_processes_learn_and_answer_as_one_process(world, finished_run, tmp_path):
     """Each process has two devices that share the weights, and half of the rows."""
-    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     changes = json.dumps({"mesh": "data_fsdp", "validation.every": 4, "validation.overlays": 1})
     command = [sys.executable, SCRIPT, "2", *world, tmp_path, changes]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [
-        subprocess.Popen(command, env=os.environ | variables | {"JAX_PROCESS_ID": number}, **pipes)
-        for number in "01"
-    ]
-    texts = outputs(processes)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+    exit_codes, texts = run_processes([command, command])
+    assert exit_codes == [0, 0], "\n".join(texts)
     assert ["step 6/6" in text for text in texts] == [True, False]  # only the main process logs
     assert (tmp_path / "policy.safetensors").is_file()
     rows, expected_rows = metrics(tmp_path), metrics(finished_run)

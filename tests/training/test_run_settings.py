@@ -155,8 +155,7 @@ def test_bad_changes_are_named(change, message):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rows", "expected"),
-    [("single", 4, 4), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
+    ("mesh", "rows", "expected"), [("single", 4, 4), ("single", 8, 0), ("data=2,tensor=4", 1, 2)]
 )
 def test_rows_at_once_counts_the_rows_of_each_device(mesh, rows, expected):
     run = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # a batch has 8 rows

@@ -1,19 +1,17 @@
 """Runs that fail keep their state, and name the cause and a remedy."""
 
 import json
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import free_port, outputs
-from tiny_run import make_run, metrics, write_data, write_questions
+from processes import run_processes
+from tiny_run import make_run, metrics, stop_this_process, write_data, write_questions
 
 from stepprune_jax.training import run, step, train
 from stepprune_jax.training.failures import memory_advice
@@ -60,13 +58,11 @@ def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_
     assert (tmp_path / "policy.safetensors").exists()
 
 
-def test_a_run_that_is_stopped_while_it_loads_ends_before_an_update(
-    world, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_is_stopped_while_it_loads_has_no_update(world, tmp_path, monkeypatch, capsys):
     load_vlm = run.load_vlm
 
     def stop_and_load(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop_this_process()
         return load_vlm(*arguments, **options)
 
     monkeypatch.setattr(run, "load_vlm", stop_and_load)
@@ -97,21 +93,13 @@ def test_an_image_that_one_of_two_processes_cannot_read_ends_both(world, tmp_pat
     other_data = shutil.copytree(data, tmp_path / "other")
     image = other_data / "images" / "3.png"
     image.write_bytes(image.read_bytes()[:100])
-    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     script = pathlib.Path(__file__).with_name("one_process.py")
-    changes = json.dumps({"mesh": "data", "data.stats_images": 0})
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, "1", model, folder, tmp_path / "run", changes],
-            env=os.environ | variables | {"JAX_PROCESS_ID": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number, folder in enumerate((data, other_data))
-    ]
-    first, second = outputs(processes)
-    assert [process.returncode for process in processes] == [1, 1]
+    arguments = tmp_path / "run", json.dumps({"mesh": "data", "data.stats_images": 0})
+    command = [sys.executable, script, "1", model]
+    exit_codes, (first, second) = run_processes(
+        [[*command, folder, *arguments] for folder in (data, other_data)]
+    )
+    assert exit_codes == [1, 1]
     assert "another process of this run failed" in first
     assert "3.png is a damaged image" in second
 
@@ -130,6 +118,10 @@ def test_exhausted_memory_is_reported_in_one_line(world, tmp_path, monkeypatch):
     assert "RESOURCE_EXHAUSTED" in message and "\n" not in message
 
 
+ALL_SAVINGS = {"mesh": "fsdp", "model.remat": True, "model.dtype": "bfloat16"}
+ALL_SAVINGS |= {"model.weights": "int8"}
+
+
 @pytest.mark.parametrize(
     ("changes", "advice", "absent"),
     [
@@ -139,16 +131,7 @@ def test_exhausted_memory_is_reported_in_one_line(world, tmp_path, monkeypatch):
         ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (shards the weights over 8", "remat"),
         ({}, "set config.model.weights=int8 (", "use more devices"),
         ({"mesh": "fsdp", "batch_size": 16}, "lower config.batch_size (16", "config.mesh"),
-        (
-            {
-                "mesh": "fsdp",
-                "model.remat": True,
-                "model.dtype": "bfloat16",
-                "model.weights": "int8",
-            },
-            "use more devices",
-            "config",
-        ),
+        (ALL_SAVINGS, "use more devices", "config"),
     ],
 )
 def test_the_advice_lists_only_unused_ways_to_save_memory(world, changes, advice, absent):

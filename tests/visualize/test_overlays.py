@@ -31,10 +31,8 @@ def test_patches_tile_a_square_of_any_size():
 def test_patches_in_the_padded_square_match_a_worked_example():
     # Two rows of three patches are at the top of the square; -1 is a merged token.
     assert patches.square_patches([0, 3, -1, 5, -1], (2, 3)).tolist() == [0, 3, 5]
-    assert patches.square_patches([2, 0], (3, 1)).tolist() == [
-        7,
-        1,
-    ]  # A column is in the middle of the square.
+    # A column is in the middle of the square.
+    assert patches.square_patches([2, 0], (3, 1)).tolist() == [7, 1]
 
 
 def test_wide_images_are_padded_as_for_the_tower(tmp_path):
@@ -48,10 +46,8 @@ def test_wide_images_are_padded_as_for_the_tower(tmp_path):
 
 def test_long_answers_are_shortened():
     assert overlays.format_answer("a  dog", "a dog", True) == "a dog"
-    assert (
-        overlays.format_answer("w" * 30, "狗" * 20, False)
-        == f"{'w' * 23}…  (correct: {'狗' * 15}…)"
-    )
+    text = overlays.format_answer("w" * 30, "狗" * 20, False)
+    assert text == f"{'w' * 23}…  (correct: {'狗' * 15}…)"
 
 
 def test_text_is_wrapped_to_a_width():

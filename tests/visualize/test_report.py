@@ -26,9 +26,8 @@ def score(method, budget, headline, mode="exact", **fields):
     head = {"benchmark": "folder", "method": method, "mode": mode, "budget": budget}
     figures = {"mean_k": float(budget or 3), "sd_k": 1.0, "ms": None, "gflops": None}
     counts = {"num_tokens": 9, "questions": "q", "seed": 0, "asked": 4, "answered": 4}
-    return (
-        head | figures | counts | {"headline": headline, "warnings": [], "problem": None} | fields
-    )
+    result = {"headline": headline, "warnings": [], "problem": None}
+    return head | figures | counts | result | fields
 
 
 SCORES = [
@@ -54,16 +53,9 @@ def answered(tmp_path):
     image, text = tmp_path / "a.png", "Is <i>it</i> $x$?"
     questions = [BenchmarkQuestion(f"q{number}", text, text, image) for number in range(4)]
     file = row(tmp_path)
-    image_fields = {"grid": [3, 3], "visual_tokens": 9}
+    fields = {"prompt": text, "text": "yes", "grid": [3, 3], "visual_tokens": 9}
     lines = [
-        {
-            "question_id": f"q{number}",
-            "prompt": text,
-            "text": "yes",
-            "kept": number,
-            "order": list(range(number)),
-        }
-        | image_fields
+        {"question_id": f"q{number}", "kept": number, "order": list(range(number))} | fields
         for number in range(4)
     ]
     write_lines(file.path, lines)
@@ -91,18 +83,12 @@ def test_the_page_begins_with_retention_and_examples(tmp_path, answered):
     text = page(tmp_path, [answered])
     body = text[text.index("<body>") :]
     summary = "With 3.0 of 9 visual tokens on average, StepPrune, own stop has 62.5 % of the score"
-    parts = (
-        summary,
-        "Kept tokens of StepPrune",
-        "Retention: score in %",
-        "<table>",
-        "K of StepPrune",
-    )
+    figures = ("Kept tokens of StepPrune", "Retention: score in %", "<table>", "K of StepPrune")
+    parts = (summary, *figures)
     places = [body.index(part) for part in parts]
     assert places == sorted(places)
-    table_without_stop = merge_scores(
-        {"run": [row for row in SCORES if "own stop" not in row["method"]]}
-    )
+    rows_without_stop = [row for row in SCORES if "own stop" not in row["method"]]
+    table_without_stop = merge_scores({"run": rows_without_stop})
     text = write_page(tmp_path / "plain.html", table_without_stop, [], num_examples=0).read_text()
     assert "With 4.0 of 9 visual tokens on average, StepPrune has 75.0 % of the score" in text
     incomplete_table = merge_scores({"run": SCORES[-1:]})
@@ -114,17 +100,14 @@ def test_figures_without_data_are_omitted(tmp_path, answered):
     def count_figures(benchmark, **options):
         return page(tmp_path, [benchmark], **options).count("<img src=")
 
-    assert (
-        count_figures(answered._replace(questions=()))
-        == count_figures(answered, num_examples=0)
-        == 2
-    )
+    assert count_figures(answered._replace(questions=())) == 2
+    assert count_figures(answered, num_examples=0) == 2
     assert count_figures(answered._replace(files=[])) == 1
     path = answered.files[0].path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    write_lines(
-        path, [{key: value for key, value in line.items() if key != "grid"} for line in lines]
-    )
+    for line in lines:
+        line.pop("grid")
+    write_lines(path, lines)
     assert count_figures(answered) == 2
     zero_table = merge_scores({"run": [row | {"headline": 0.0} for row in SCORES]})
     assert draw_retention(zero_table) is None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import pathlib
 import shutil
 
 import jax
@@ -52,9 +53,8 @@ def restore(folder, template=None):
 def assert_state(restored, step):
     assert restored.step == step and restored.metadata == {"next": step, "ids": ["ä"]}
     jax.tree.map(np.testing.assert_array_equal, restored.arrays, tree(step))
-    assert jax.tree.map(lambda x: x.dtype, restored.arrays) == jax.tree.map(
-        lambda x: x.dtype, tree(0)
-    )
+    dtypes = [jax.tree.map(lambda x: x.dtype, arrays) for arrays in (restored.arrays, tree(0))]
+    assert dtypes[0] == dtypes[1]
 
 
 def files(folder):
@@ -85,11 +85,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def remove(path):
-    path.unlink()
-
-
-@pytest.mark.parametrize("damage", [flip, remove])
+@pytest.mark.parametrize("damage", [flip, pathlib.Path.unlink])
 def test_no_damaged_file_changes_a_restored_number(checkpoint_folder, tmp_path, damage, capsys):
     """Either the file does not matter for the arrays, or the earlier checkpoint is restored."""
     steps = []
@@ -201,6 +197,5 @@ def test_the_latest_state_is_read_without_a_template(tmp_path):
     step, arrays, metadata = read_latest(tmp_path)
     assert step == 7 and metadata == {"a": 1}
     jax.tree.map(np.testing.assert_array_equal, arrays, state)
-    assert {device for leaf in jax.tree.leaves(arrays) for device in leaf.devices()} == {
-        jax.devices()[0]
-    }
+    devices = [device for leaf in jax.tree.leaves(arrays) for device in leaf.devices()]
+    assert {*devices} == {jax.devices()[0]}

@@ -108,14 +108,16 @@ def main() -> None:
         pruner = pipeline.place_pruner(model, row.pruner)
         inputs = model, pruner, batch.prompts, batch.images, options
         plan = functools.partial(plan_batch, *inputs)
-        complete = functools.partial(pipeline.complete_plan, model, plan())
-        prefill = functools.partial(pipeline.prefill, model, complete(), sampling)
+        prefill_inputs = pipeline.prepare_prefill(model, plan())
+        prefill = functools.partial(pipeline.prefill, model, prefill_inputs, sampling)
 
         def decode(state):
             return pipeline.finish(model, state, sampling, options)
 
         # The arrays of a plan are not outputs of programs, so only the call itself is timed.
-        figures.add(flags.out, f"{row.name}, plan", **time_calls(lambda plan=plan: plan().num_kept))
+        figures.add(
+            flags.out, f"{row.name}, plan", **time_calls(lambda plan=plan: plan().pairing.counts)
+        )
         figures.add(
             flags.out, f"{row.name}, prefill", **time_calls(lambda prefill=prefill: prefill()[:2])
         )

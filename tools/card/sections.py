@@ -80,7 +80,7 @@ def sections(out: Path, scratch: Path, small: bool) -> list[Section]:
         if "pytestmark = pytest.mark.gpu" in path.read_text(encoding="utf-8")
     )
     log_variables = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
-    modules = "jit_(first_tokens|prefill|resume|decode)"
+    modules = "jit_(first_tokens|prefill|decode)"
     dump_flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={modules}"
     all_sections = [
         efficiency(

@@ -62,10 +62,7 @@ def compare(model, address, policy, asked):
 
 
 def test_requests_to_a_llava(wide_llava, start):
-    model, policy = (
-        loaded(wide_llava),
-        stepprune(text_width=64),
-    )
+    model, policy = loaded(wide_llava), stepprune(text_width=64)
     engine = start(wide_llava)
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]

@@ -51,9 +51,8 @@ def test_every_program_has_the_requested_dtypes(tmp_path):
         dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(programs.trace(name).in_avals)}
         # Weights and features of the frozen model are bfloat16, and the policy is float32.
         assert ("bfloat16" in dtypes) != (name in PICK), name
-        uses_policy = name in PICK | TRAINING - {"validation"} or name.startswith(
-            ("select", "rank")
-        )
+        uses_policy = name in PICK or name in TRAINING - {"validation"}
+        uses_policy = uses_policy or name.startswith(("select", "rank"))
         assert not uses_policy or "float32" in dtypes, name
 
 
@@ -104,10 +103,8 @@ def test_each_program_has_a_row_and_shared_programs_are_compiled_once(card, caps
         for config in configs
         for program in ("take", "policy.pick 1")
     ]
-    assert len(card.lowered_programs) == 3 and lines[2][-2:] == [
-        "0",
-        f"ok (as {command.SHAPES}, float32)",
-    ]
+    assert len(card.lowered_programs) == 3
+    assert lines[2][-2:] == ["0", f"ok (as {command.SHAPES}, float32)"]
     # The literal configuration has another stop.
     assert lines[0][-1] == lines[1][-1] == lines[3][-1] == "ok"
     in_loops, _, in_all = lines[1][6].partition("; ")

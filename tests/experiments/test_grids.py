@@ -1,0 +1,51 @@
+"""Grids of symbols: which cells decide an answer, and that the study runs."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.grids import __main__ as study
+from experiments.grids import reader as readers
+from experiments.grids.world import KINDS, NUM_ANSWERS, Grid, sample_questions
+
+# Number of cells that decide the answer, by kind of question.
+NUM_NEEDED = {"place": {1}, "compare": {2}, "rare": {1}, "count": {*range(6)}, "neighbor": {2}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cells_that_decide_an_answer_have_symbols(kind):
+    batch = jax.device_get(sample_questions(jax.random.key(0), Grid(12), 64, (kind,)))
+    assert {*batch.needed.sum(axis=1).tolist()} == NUM_NEEDED[kind]
+    assert not (batch.needed & ~batch.filled).any()
+    assert (batch.answer >= 0).all() and (batch.answer < NUM_ANSWERS).all()
+
+
+def test_an_answer_depends_on_the_needed_cells_only():
+    """Two cells of one row with the same symbol have tokens that differ by column and noise."""
+    batch = jax.device_get(sample_questions(jax.random.key(1), Grid(4), 256, ("place",)))
+    tokens_by_answer = {}
+    for row in range(256):
+        token = batch.tokens[row][batch.needed[row]][0]
+        tokens_by_answer.setdefault(int(batch.answer[row]), []).append(token)
+    means = np.stack([np.mean(tokens, axis=0) for _, tokens in sorted(tokens_by_answer.items())])
+    for answer, tokens in enumerate(tokens for _, tokens in sorted(tokens_by_answer.items())):
+        distance = np.square(np.mean(tokens[::2], axis=0) - means).sum(axis=1)
+        assert distance.argmin() == answer
+
+
+def test_the_study_trains_a_reader_and_a_policy(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(readers, "MODEL_WIDTH", 8)
+    monkeypatch.setattr(study, "MODEL_WIDTH", 8)
+    monkeypatch.setattr(study, "READER_STAGES", ((2, 4, 4), (2, 0, 4)))
+    monkeypatch.setattr(study, "NUM_TEST_QUESTIONS", 8)
+    monkeypatch.setattr(study, "BUDGETS", (2,))
+    arguments = ["--side", "4", "--kinds", "place", "--updates", "4", "--workdir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["grids", *arguments])
+    study.main()
+    output = capsys.readouterr().out
+    assert "all tokens, place: " in output and "with 16.0" in output
+    assert "warm_start 1: " in output and "rloo 1: " in output
+    assert "auto, 2, place: " in output and "auto, adaptive, place: " in output
+    assert len([*tmp_path.glob("reader-4-place.npz")]) == 1
