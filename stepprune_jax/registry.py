@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints, overload
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.base import BUDGETS_PAGE, Pruner
@@ -82,7 +82,7 @@ class _UserClass(NamedTuple):
     """A class outside this package that `resolve_pruner` added to `PRUNERS`.
 
     Attributes:
-        source: absolute path of the file, or name of the module, that was searched for the class.
+        source: absolute path of the file, or name of the module, that contains the class.
         class_name: name of the class.
         digest: digest of the files that define the class and its base classes outside this package.
     """
@@ -116,6 +116,10 @@ def selector_of(config: SelectorConfig) -> Any:
     return pruner_type(config=config)
 
 
+@overload
+def resolve_pruner(text: str) -> str: ...
+@overload
+def resolve_pruner(text: None) -> None: ...
 def resolve_pruner(text: str | None) -> str | None:
     """Returns the name of a pruner. If the text refers to a class, adds the class to `PRUNERS`.
 
@@ -128,7 +132,8 @@ def resolve_pruner(text: str | None) -> str | None:
             appended to Python's import path.
 
     Returns:
-        The `name` of the class. A text without a colon is returned unchanged, as is None.
+        The `name` of the class. Names of `PRUNERS`, other texts without a colon, and None are
+        returned unchanged.
 
     Raises:
         UserError: there is no such class, its file has an error, or the class is not a pruner that
@@ -138,8 +143,8 @@ def resolve_pruner(text: str | None) -> str | None:
         return text
     source, _, class_name = text.rpartition(":")
     is_file = source.endswith(".py")
-    is_source = is_file or all(part.isidentifier() for part in source.split("."))
-    if not (is_source and class_name.isidentifier()):
+    is_valid_source = is_file or all(part.isidentifier() for part in source.split("."))
+    if not (is_valid_source and class_name.isidentifier()):
         raise UserError(
             f"the pruner {text!r} is not a class, expected FILE.py:CLASS or package.module:CLASS"
         )
@@ -211,10 +216,10 @@ def _run_file(path: Path) -> ModuleType:
     _append_to_import_path(path.parent)
     module = ModuleType(module_name)
     module.__file__ = str(path)
-    # Dataclasses look up their module there.
+    # The decorator `dataclass` looks up the module of a class in `sys.modules`.
     sys.modules[module_name] = module
     try:
-        # Unlike an import, this cannot use outdated bytecode, and writes none.
+        # An import would write bytecode, and could read bytecode of an older version of the file.
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     except Exception as error:  # The file is a program, which may raise any type of error.
         del sys.modules[module_name]
@@ -223,7 +228,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _append_to_import_path(folder: Path) -> None:
-    """Lets modules of a folder be imported; installed modules of the same name come first."""
+    """Makes the modules of a folder importable. Installed modules of the same name come first."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -234,7 +239,7 @@ def _locate(error: Exception) -> str:
         return f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     import_files = (__file__, importlib.__file__)
-    # The first frame outside the import system is a statement at the top level of the module.
+    # The first of these frames is the statement at the top level of the user's module that failed.
     places = [
         f"{frame.filename}, line {frame.lineno}: "
         for frame in frames
@@ -247,7 +252,7 @@ def _check_user_class(pruner_type: type) -> None:
     """Checks that commands can use a class of the user as a pruner.
 
     Raises:
-        UserError: the class does not fulfil a requirement, or its name or label is taken.
+        UserError: the class does not fulfil a requirement, or another pruner has its name or label.
     """
     class_name = pruner_type.__name__
     if not issubclass(pruner_type, Pruner):
@@ -260,9 +265,7 @@ def _check_user_class(pruner_type: type) -> None:
             f"{class_name} is not a frozen dataclass, expected @dataclasses.dataclass(frozen=True) "
             "above the class"
         )
-    missing_methods = (
-        sorted(pruner_type.__abstractmethods__) if inspect.isabstract(pruner_type) else []
-    )
+    missing_methods = sorted(getattr(pruner_type, "__abstractmethods__", ()))
     if missing_methods:
         raise UserError(f"{class_name} does not define {', '.join(missing_methods)}")
     name = getattr(pruner_type, "name", None)
@@ -275,12 +278,12 @@ def _check_user_class(pruner_type: type) -> None:
     is_valid = isinstance(label, str) and bool(label.strip()) and "," not in label
     expect(f"{class_name}.label", label, is_valid, "a text without commas")
     for other_name, other_type in PRUNERS.items():
-        owner = "another class" if other_name in _USER_CLASSES else "a built-in pruner"
+        other = "another class" if other_name in _USER_CLASSES else "a built-in pruner"
         if name == other_name:
-            raise UserError(f"{class_name}.name is {name!r}, the name of {owner}; choose another")
+            raise UserError(f"{class_name}.name is {name!r}, the name of {other}; choose another")
         if label.lower() == other_type.label.lower():
             raise UserError(
-                f"{class_name}.label is {label!r}, the label of {owner}; choose another"
+                f"{class_name}.label is {label!r}, the label of {other}; choose another"
             )
     try:
         option_types(pruner_type)
@@ -291,7 +294,7 @@ def _check_user_class(pruner_type: type) -> None:
 def _digest_sources(pruner_type: type[Pruner]) -> str:
     """Returns a digest of the files that define a class and its base classes outside this package.
 
-    A change of a base class may change answers, as a change of the class itself.
+    A change of a base class may change answers as well.
     """
     files = {
         inspect.getfile(base)

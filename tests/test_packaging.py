@@ -41,7 +41,7 @@ def test_links_of_the_readme_become_links_to_the_repository():
     readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]
     text = readme("https://example.org/stepprune")
     assert "](https://example.org/stepprune/raw/HEAD/docs/images/overlay.png)" in text
-    assert "](https://example.org/stepprune/blob/HEAD/docs/pruners.md)" in text
+    assert "](https://example.org/stepprune/blob/HEAD/docs/two-gpus.md)" in text
     assert "](https://arxiv.org/" in text and not re.search(r"\]\((?!https?:|#)", text)
     assert readme(None) == (ROOT / "README.md").read_text()
 

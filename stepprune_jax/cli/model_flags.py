@@ -33,7 +33,7 @@ def add_pruner_flags(add: AddArgument) -> None:
     Args:
         add: adds a flag to a parser or to a group of a parser.
     """
-    add("--pruner", help=f"pruning method: FILE.py:CLASS, {', '.join(PRUNERS)}")
+    add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}; or your own: FILE.py:CLASS")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
     help_text = "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop"
     add("--budget", help=f"{help_text} decides")

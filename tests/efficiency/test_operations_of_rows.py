@@ -22,6 +22,7 @@ from stepprune_jax.selectors import TrainedPruner
 
 TEXT = 64
 # StepPrune's loop selects blocks of 16 tokens, and the traced program counts one block.
+# The program of "blind" leaves out the tower, whose tokens nothing reads.
 ROWS = [
     f"{name}@{16 if name == 'stepprune' else 64}"
     for name in PRUNERS
@@ -41,7 +42,7 @@ def batch(model):
     return measure.random_batch(model.backbone, 1, TEXT)
 
 
-@pytest.mark.parametrize("name", ["all", "blind", *ROWS])
+@pytest.mark.parametrize("name", ["all", *ROWS])
 def test_the_operations_of_a_row_equal_the_operations_of_its_program(model, batch, name):
     """The formula omits the selection of some methods, less than 0.4 percent."""
     (row,) = read_rows([name], model.config, decoder_layers=1, dtype="float32")

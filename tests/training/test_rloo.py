@@ -50,14 +50,11 @@ def test_an_unfit_start_or_method_is_refused(world, start_file, tmp_path):
     more_heads = make_run(*world, start=str(start_file), **{"policy.num_heads": 4})
     with pytest.raises(ValueError, match=r"of 4 heads \(config\.policy\.num_heads\), not 2"):
         train(more_heads, tmp_path / "heads")
-    scorer = dataclasses.replace(
-        make_run(*world, **RLOO_CHANGES), method="visionselector", policy=VisionSelectorConfig()
-    )
+    run = make_run(*world, **RLOO_CHANGES)
     with pytest.raises(ValueError, match=r"config\.recipe is 'rloo', expected gate or auto"):
-        train(scorer, tmp_path / "scorer")
-    no_price = make_run(*world, method="autoselect", **RLOO_CHANGES | {"rloo.length_weight": 0.1})
+        dataclasses.replace(run, method="visionselector", policy=VisionSelectorConfig())
     with pytest.raises(ValueError, match=r"rloo\.length_weight is 0\.1, expected None, as autos"):
-        train(no_price, tmp_path / "price")
+        make_run(*world, method="autoselect", **RLOO_CHANGES | {"rloo.length_weight": 0.1})
 
 
 def test_subsets_are_answered_at_the_chosen_positions(world, llava_model, tmp_path):
