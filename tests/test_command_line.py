@@ -104,6 +104,35 @@ HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # a possible name of a file
 SHOWN = r"a b \x1b[2J\x07\x00\udcff.png"
 
 
+def make_flags_parser():
+    parser = Parser(prog="tool")
+    parser.add_argument("--max_tokens", type=int)
+    parser.add_argument("--image", action="append")
+    parser.add_argument("--is_json", action="store_true")
+    parser.add_argument("rest", nargs="*")
+    return parser
+
+
+def test_flags_may_be_written_with_dashes():
+    arguments = ["--max-tokens=3", "--is-json", "--image", "a-b", "--", "--max-tokens"]
+    flags = make_flags_parser().parse_args(arguments)
+    assert vars(flags) == {
+        "max_tokens": 3,
+        "is_json": True,
+        "image": ["a-b"],
+        "rest": ["--max-tokens"],
+    }
+
+
+def test_a_second_value_of_a_flag_is_refused(capsys):
+    parser = make_flags_parser()
+    assert parser.parse_args(["--image", "a", "--image", "b"]).image == ["a", "b"]
+    with pytest.raises(SystemExit) as error:
+        parser.parse_args(["--max_tokens", "3", "--max-tokens=4"])
+    assert error.value.code == 2
+    assert capsys.readouterr().err == "tool: error: --max_tokens is given twice, expected once\n"
+
+
 def test_file_names_with_control_characters_are_escaped(capsys):
     assert one_line(HOSTILE) == SHOWN and one_line("Größe 5 µm: 漢字 🙂") == "Größe 5 µm: 漢字 🙂"
     with pytest.raises(SystemExit), one_line_errors("prog"):

@@ -5,6 +5,7 @@ message. ScienceQA and MMBench have other formats. Their readers add the request
 (LLaVA's `--single-pred-prompt`).
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +62,8 @@ def read_list(
 def check_images(questions: Sequence[BenchmarkQuestion], source: str) -> None:
     """Raises a FileNotFoundError with the images' source if an image is missing."""
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
-    missing_paths = [path for path in paths if not path.is_file()]
+    # `os.path.isfile` is also False for names that no file can have.
+    missing_paths = [path for path in paths if not os.path.isfile(path)]
     if missing_paths:
         raise FileNotFoundError(
             f"{len(missing_paths):,} of {len(paths):,} images are missing, such as "

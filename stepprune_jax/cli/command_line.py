@@ -64,12 +64,40 @@ class Parser(argparse.ArgumentParser):
             help_text = f"do not keep compiled programs for later runs (in {folder})"
             self.add_argument("--no_compile_cache", action="store_true", help=help_text)
 
-    def parse_known_args(self, *args: Any, **keywords: Any) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the arguments and, unless the user opts out, turns on the compilation cache."""
-        flags, unparsed = super().parse_known_args(*args, **keywords)
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the arguments and, unless the user opts out, turns on the compilation cache.
+
+        A flag may be written with dashes, such as --max-tokens for --max_tokens. A flag with one
+        value is refused if it is given twice, because argparse would drop the first value.
+        """
+        arguments = self._normalize(sys.argv[1:] if args is None else args)
+        flags, unparsed = super().parse_known_args(arguments, namespace)
         if not getattr(flags, "no_compile_cache", True):
             keep_programs()
         return flags, unparsed
+
+    def _normalize(self, arguments: Sequence[str]) -> list[str]:
+        """Replaces dashes in the names of known flags, and checks that no value would be lost."""
+        normalized: list[str] = []
+        given_flags: set[str] = set()
+        for index, argument in enumerate(arguments):
+            if argument == "--":  # All further arguments are positional.
+                return [*normalized, *arguments[index:]]
+            name, separator, value = argument.partition("=")
+            flag = "--" + name.removeprefix("--").replace("-", "_")
+            action = self._option_string_actions.get(flag) if name.startswith("--") else None
+            if action is not None:
+                argument = flag + separator + value
+                holds_one_value = action.nargs is None and not isinstance(
+                    action, argparse._AppendAction
+                )
+                if holds_one_value and flag in given_flags:
+                    self.error(f"{flag} is given twice, expected once")
+                given_flags.add(flag)
+            normalized.append(argument)
+        return normalized
 
     def error(self, message: str) -> NoReturn:
         """Prints an error message in one line, without the usage, and exits with status 2."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Generator as PythonGenerator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -248,8 +248,8 @@ class Generator:
 
 def generate(
     model: VLM,
-    prompts: Sequence[Prompt],
-    images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
+    prompts: Sequence[Prompt] | str,
+    images: Sequence[Sequence[ImageLike] | ImageLike | None] | ImageLike | None = None,
     pruner: Pruner = AllTokens(),
     *,
     sampling: Sampling = Sampling(),
@@ -264,9 +264,9 @@ def generate(
     Args:
         model: the model from `load_vlm`, on one device or sharded over a mesh.
         prompts: the user's text: for each prompt a question, or the turns of a conversation that
-            ends with a question. The chat template is added here.
+            ends with a question. A single text is one question. The chat template is added here.
         images: for each prompt its images: a list of paths, bytes or Pillow images, a single image
-            without a list, or None.
+            without a list, or None. For a single text, its images.
         pruner: how visual tokens are pruned, such as `FastV(budget=64)` or the result of
             `load_policy`; the default keeps all tokens.
         sampling: how tokens are sampled; greedy by default.
@@ -283,7 +283,10 @@ def generate(
         NotFiniteError: the model's logits are not finite for some prompts.
     """
     generator = Generator(model, pruner, sampling, options)
-    return generator.answer(generator.read(prompts, images), trace)
+    images_of_prompts: Any = images
+    if isinstance(prompts, str):
+        prompts, images_of_prompts = [prompts], None if images is None else [images]
+    return generator.answer(generator.read(prompts, images_of_prompts), trace)
 
 
 def stream(

@@ -6,6 +6,7 @@ from benchmark_folders import SIZES, write_benchmarks
 from PIL import Image
 
 from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images
 
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
@@ -30,6 +31,12 @@ def test_texts_of_question_files_are_used_unchanged(root):
     assert first.text == first.prompt == "Is there a circle in the image?" + SHORT
     assert first.image == root / "pope/val2014/COCO_val2014_000000000001.jpg"
     assert read(root, "mme")[8].image.parts[-3:] == ("posters", "images", "1.png")
+
+
+def test_an_image_name_that_no_file_can_have_is_a_missing_image(tmp_path):
+    question = BenchmarkQuestion(1, "What?", "What?", tmp_path / ("x" * 5000))
+    with pytest.raises(FileNotFoundError, match=r"1 of 1 images are missing.*: get them"):
+        check_images([question], "the site")
 
 
 def test_scienceqa_asks_for_a_letter_and_marks_the_image_in_the_prompt(root):

@@ -106,6 +106,15 @@ def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava_pair, positions
     assert (answers[-1].visual_tokens, answers[-1].kept) == (9, 0)
 
 
+def test_a_single_text_is_one_prompt(model):
+    options = RunOptions(max_tokens=2)
+    expected = generate(model, [PROMPTS[0]], [IMAGES[0]], options=options)
+    (answer,) = generate(model, PROMPTS[0], IMAGES[0], options=options)
+    assert answer == expected[0]
+    (answer,) = generate(model, PROMPTS[0], options=options)
+    assert answer.visual_tokens == 0
+
+
 def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
     def kept(*method, **options):
         method = build_pruner(*method, **options)
@@ -440,7 +449,6 @@ def test_a_cut_that_drops_nothing_does_not_change_the_answers(model, name, optio
 
 
 BAD = {
-    "a string": ({"prompts": "dog"}, TypeError, "list of prompts"),
     "empty": ({"prompts": ["a", " "]}, ValueError, "prompt 1: the question is empty"),
     "an answer": ({"prompts": [["a", "b"]]}, ValueError, "ends with an answer"),
     "max_tokens": ({"options": RunOptions(0)}, ValueError, "max_tokens is 0"),

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax.example_libraries import optimizers
 
 from stepprune_jax.policy import (
     Inputs,
@@ -123,22 +123,23 @@ def test_the_order_follows_the_importance_after_training(params):
     """The importance is a function of the image: a large first channel."""
     inputs = make_inputs()
     importance = jnp.exp(3 * inputs.image[..., 0])
-    optimizer = optax.adam(1e-2)
+    init, step_optimizer, read_params = optimizers.adam(1e-2)
 
     @jax.jit
-    def update(params, moments, key):
+    def update(step, state):
         def loss(params):
+            key = jax.random.key(step)
             result = warm_start_loss(params, CONFIG, key, inputs, importance, steps=4)
             return result.loss, result.covered
 
-        (_, covered), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, moments = optimizer.update(grads, moments)
-        return optax.apply_updates(params, updates), moments, covered
+        (_, covered), grads = jax.value_and_grad(loss, has_aux=True)(read_params(state))
+        return step_optimizer(step, grads, state), covered
 
-    moments, covered = optimizer.init(params), []
+    state, covered = init(params), []
     for step in range(150):
-        params, moments, step_covered = update(params, moments, jax.random.key(step))
+        state, step_covered = update(step, state)
         covered.append(float(step_covered))
+    params = read_params(state)
     assert covered[-1] > 0.9 > 0.8 > covered[0]
     best_tokens = jnp.argmax(importance, axis=1)
     np.testing.assert_array_equal(
