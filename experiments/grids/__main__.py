@@ -8,6 +8,7 @@ that the policy keeps, and the processor time.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,7 @@ class Study:
             draw=1.0,
         )
         if arguments.recipe != "gate":
-            config = sp.PolicyConfig(**{**vars(config), "length_weight": RLOO_PRICE})
+            config = dataclasses.replace(config, length_weight=RLOO_PRICE)
         stats = sp.FeatureStats.start(width)
         for batch_index in range(4):
             batch = self.sample(jax.random.key(100 + batch_index), 64)
@@ -98,8 +99,18 @@ class Study:
 
         return sp.token_importance(own_answer_losses, image, self.policy.stats.mean)
 
-    def loss(self, policy: sp.Policy, reader: Weights, key: Array, objective: str, share: Array):
-        """Computes the loss of a batch by the objective "warm_start", "rloo" or "gate"."""
+    def loss(
+        self, policy: sp.Policy, reader: Weights, key: Array, objective: str, share: Array
+    ) -> tuple[Array, Any]:
+        """Computes the loss of a batch and its metrics.
+
+        Args:
+            policy: the policy with the weights to train.
+            reader: weights of the frozen reader.
+            key: PRNG key; consumed.
+            objective: "warm_start", "rloo" or "gate".
+            share: fraction of the updates that are done.
+        """
         data_key, policy_key = jax.random.split(key)
         batch = self.sample(data_key, BATCH_SIZE)
         image, text = self.image(reader, batch), embed_words(reader, batch.words)

@@ -158,14 +158,17 @@ class Trainer:
         state = jax.tree.map(jnp.copy, self.state)
         self._enter(config)
         key = jax.random.fold_in(jax.random.key(run.seed, impl=THREEFRY), 3)
-        for step_number in range(max(1, round(TRIAL_SHARE * run.steps))):
+        num_updates = max(1, round(TRIAL_SHARE * run.steps))
+        for step_number in range(num_updates):
             if should_stop():
                 return None
+            if step_number % max(1, num_updates // 5) == 0:
+                distributed.say(f"Trial of the warm start: {step_number}/{num_updates} updates")
             read_batch = functools.partial(self._batches.__getitem__, run.steps + step_number)
             batch = place_rows(
                 config.forward.mesh, distributed.together(read_batch), run.batch_size
             )
-            self.state, _ = step.update(
+            self.state, metrics = step.update(
                 self._model.params,
                 self.state,
                 self.stats,
@@ -174,6 +177,7 @@ class Trainer:
                 step=np.int32(step_number),
                 config=config,
             )
+            jax.block_until_ready(metrics)  # Limits the number of batches in device memory.
         gain = self.measure_subset_gain(rloo_config, should_stop)
         self.config, self.state = first_config, state
         return gain
