@@ -21,6 +21,7 @@ from stepprune_jax.cli import train as train_command
 from stepprune_jax.cli.command_line import (
     Messages,
     Parser,
+    StoreOnce,
     add_config,
     command,
     exit_with,
@@ -107,6 +108,7 @@ SHOWN = r"a b \x1b[2J\x07\x00\udcff.png"
 def make_flags_parser():
     parser = Parser(prog="tool")
     parser.add_argument("--max_tokens", type=int)
+    parser.add_argument("--prompt", action=StoreOnce)
     parser.add_argument("--image", action="append")
     parser.add_argument("--is_json", action="store_true")
     parser.add_argument("rest", nargs="*")
@@ -118,19 +120,22 @@ def test_flags_may_be_written_with_dashes():
     flags = make_flags_parser().parse_args(arguments)
     assert vars(flags) == {
         "max_tokens": 3,
+        "prompt": None,
         "is_json": True,
         "image": ["a-b"],
         "rest": ["--max-tokens"],
     }
 
 
-def test_a_second_value_of_a_flag_is_refused(capsys):
+def test_a_second_prompt_is_refused_and_other_flags_may_be_overridden(capsys):
     parser = make_flags_parser()
-    assert parser.parse_args(["--image", "a", "--image", "b"]).image == ["a", "b"]
+    assert parser.parse_args(["--max_tokens", "3", "--max-tokens=4"]).max_tokens == 4
+    assert parser.parse_args(["--prompt", "a"]).prompt == "a"
     with pytest.raises(SystemExit) as error:
-        parser.parse_args(["--max_tokens", "3", "--max-tokens=4"])
+        parser.parse_args(["--prompt", "a", "--prompt", "b"])
     assert error.value.code == 2
-    assert capsys.readouterr().err == "tool: error: --max_tokens is given twice, expected once\n"
+    expected = "tool: error: argument --prompt: given twice, expected once\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_file_names_with_control_characters_are_escaped(capsys):

@@ -33,6 +33,22 @@ _SIGPIPE = 13  # On Windows, `signal` has no SIGPIPE.
 _EXIT_DELAY = 1
 
 
+class StoreOnce(argparse.Action):
+    """Stores the value of a flag, and refuses a second value, which argparse would keep instead."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores a value; an error names the flag if it has a value already."""
+        if getattr(namespace, self.dest) != self.default:
+            raise argparse.ArgumentError(self, "given twice, expected once")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2.
 
@@ -69,8 +85,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses the arguments and, unless the user opts out, turns on the compilation cache.
 
-        A flag may be written with dashes, such as --max-tokens for --max_tokens. A flag with one
-        value is refused if it is given twice, because argparse would drop the first value.
+        A flag may be written with dashes, such as --max-tokens for --max_tokens.
         """
         arguments = self._normalize(sys.argv[1:] if args is None else args)
         flags, unparsed = super().parse_known_args(arguments, namespace)
@@ -79,24 +94,15 @@ class Parser(argparse.ArgumentParser):
         return flags, unparsed
 
     def _normalize(self, arguments: Sequence[str]) -> list[str]:
-        """Replaces dashes in the names of known flags, and checks that no value would be lost."""
+        """Replaces dashes in the names of known flags by underscores."""
         normalized: list[str] = []
-        given_flags: set[str] = set()
         for index, argument in enumerate(arguments):
             if argument == "--":  # All further arguments are positional.
                 return [*normalized, *arguments[index:]]
             name, separator, value = argument.partition("=")
             flag = "--" + name.removeprefix("--").replace("-", "_")
-            action = self._option_string_actions.get(flag) if name.startswith("--") else None
-            if action is not None:
-                argument = flag + separator + value
-                holds_one_value = action.nargs is None and not isinstance(
-                    action, argparse._AppendAction
-                )
-                if holds_one_value and flag in given_flags:
-                    self.error(f"{flag} is given twice, expected once")
-                given_flags.add(flag)
-            normalized.append(argument)
+            is_known = name.startswith("--") and flag in self._option_string_actions
+            normalized.append(flag + separator + value if is_known else argument)
         return normalized
 
     def error(self, message: str) -> NoReturn:

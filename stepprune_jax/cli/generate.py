@@ -28,7 +28,7 @@ from stepprune_jax.checkpoints.identity import load_policy_for, model_identity, 
 from stepprune_jax.checkpoints.load import load_params, make_vlm
 from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.batch import answer_file, unanswered_questions
-from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.cli.command_line import Parser, StoreOnce, exit_with, file_to_write, integer_from
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
@@ -85,7 +85,8 @@ def _build_parser() -> argparse.ArgumentParser:
     model_flags.add_model_flags(add)
     add = parser.add_argument_group("questions").add_argument
     add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
-    add("--prompt", help="the question; with --interactive, the first question")
+    help_text = "the question; with --interactive, the first question"
+    add("--prompt", action=StoreOnce, help=help_text)
     add("--system", help="system prompt, which replaces the prompt of the model's template")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
     help_text = "file of questions: lines with question_id, image and text"
