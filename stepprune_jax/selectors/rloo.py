@@ -39,6 +39,10 @@ from stepprune_jax.settings import Settings, choice, count, setting, share
 # with the gate costs little.
 MIN_GAIN = 0.06
 
+# Smallest standard deviation of a question's rewards that an advantage is divided by: smaller
+# deviations are differences of probabilities that no answer shows.
+MIN_DEVIATION = 0.01
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlooSettings(Settings, path="config.rloo"):
@@ -51,12 +55,18 @@ class RlooSettings(Settings, path="config.rloo"):
             questions have an exact count, log-uniform up to `longest`. The stop pays the price of
             all tokens that it would keep, including tokens beyond `longest`.
         positions: position ids of kept tokens in `train.py`, "original" or "compact".
+        advantage: "difference" to the mean reward of the question's other subsets, or
+            "normalized", divided by the standard deviation of the question's rewards.
+        anneal: fraction of the updates over which the smallest exact count falls from `longest` to
+            its final value; 0 uses the final range in all updates.
     """
 
     samples: int = count(8, minimum=2)
     longest: float = setting(0.11, "a share in (0, 1]", lambda value: 0 < value <= 1)
     stops: float = share(0.25)
     positions: str = choice("original", POSITIONS)
+    advantage: str = choice("difference", ("difference", "normalized"))
+    anneal: float = share(0.0)
 
 
 class SubsetRewards(NamedTuple):
@@ -200,7 +210,10 @@ def rloo_loss(
     # `leave_one_out` compares the subsets of a question along the leading axis: [g, b].
     answer_loss = _answer_losses(answer_loss_fn, kept).T
     reward = jnp.exp(-answer_loss)
-    advantage = jax.lax.stop_gradient(leave_one_out(reward))
+    advantage = leave_one_out(reward)
+    if settings.advantage == "normalized":
+        advantage = advantage / jnp.maximum(jnp.std(reward, axis=0), MIN_DEVIATION)
+    advantage = jax.lax.stop_gradient(advantage)
     loss = -jnp.mean(advantage * subsets.log_prob)
     metrics = {
         "lm_loss": jnp.mean(answer_loss),
@@ -360,7 +373,11 @@ def _sample_and_gather(
     max_count = jnp.clip((settings.longest * num_tokens).astype(jnp.int32), 1, capacity)
     # Log-uniform counts: each doubling of the count is equally likely.
     min_fraction, _ = RANDOM_BUDGET
-    fraction_range = min(min_fraction, settings.longest), settings.longest
+    min_fraction = min(min_fraction, settings.longest)
+    if settings.anneal:
+        done = jnp.minimum(1.0, progress.share / settings.anneal)
+        min_fraction = settings.longest * (min_fraction / settings.longest) ** done
+    fraction_range = min_fraction, settings.longest
     exact_count = draw_budgets(budget_key, num_tokens, max_count, fraction_range)
     stop_probability = settings.stops if method.has_stop else 0.0
     uses_stop = jax.random.uniform(stop_key, (batch_size,), jnp.float32) < stop_probability
