@@ -19,6 +19,7 @@ from stepprune_jax.data.encoding import (
     last_answer,
 )
 from stepprune_jax.data.index import Index, Samples
+from stepprune_jax.data.llava import Question
 
 
 class LengthLimits(NamedTuple):
@@ -152,6 +153,16 @@ class Corpus:
     def image(self, row_index: int) -> Path:
         """Returns the path of a row's image."""
         return self._root / self._image_names[self._image_index[row_index]]
+
+    def question(self, row_index: int) -> Question:
+        """Returns the last question of a row, without the turns before it.
+
+        The id of the question is "SAMPLE/QUESTION": the index of the sample in the training file,
+        and the index of the question in the sample.
+        """
+        sample_index, pair = int(self._sample_index[row_index]), int(self._last_pair[row_index])
+        text = self._samples.turns(sample_index, pair, pair)[0]
+        return Question(f"{sample_index}/{pair}", self.image(row_index), text, "")
 
     def describe(self, row_index: int) -> dict[str, object]:
         """Describes a row for a report on bad training steps.

@@ -33,6 +33,7 @@ from stepprune_jax.data.index import (
     scan,
 )
 from stepprune_jax.data.json_files import read_json_list
+from stepprune_jax.data.model_answers import replace_answers
 from stepprune_jax.data.source import Source
 from stepprune_jax.user_input import UserError
 
@@ -51,10 +52,10 @@ def open_corpus(
     with this file and tokenizer starts at once.
 
     Args:
-        source: the training file and its folders.
+        source: the training file with its folders, and the answers that replace the file's.
         encoder: the model's encoder of conversations.
         limits: limits on the length of a row.
-        identity: hash of the training file's contents.
+        identity: hash of the training file's contents and of the answers that replace the file's.
         log: receives the lines of the report.
 
     Returns:
@@ -69,6 +70,8 @@ def open_corpus(
     split_turns, skip_malformed = source.data.split_turns, source.data.unusable == "skip"
     path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
     entries = read_json_list(source.file, "sample")
+    if source.answers is not None:
+        entries = replace_answers(entries, source.answers)
     samples = Samples(source.file, entries, encoder.conversation)
     cached_index = load_index(path)
     index = cached_index or scan(samples, split_turns, skip_malformed)

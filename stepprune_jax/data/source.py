@@ -1,6 +1,7 @@
 """Settings of a run's training data, and the folders that they name."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from stepprune_jax.user_input import UserError, local_path
 TRAIN_FILE = "train.json"
 IMAGES = "images"
 REMEDIES = ("stop", "skip")
+# Origins of the answers that a policy is trained on.
+LABELS, MODEL = "labels", "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,9 @@ class DataSettings(Settings, path="config.data"):
         image_folder: folder that image names are relative to; empty selects images/ in `folder`.
         linked_folders: folders that links in the image folder may lead to.
         index_folder: folder that caches token counts; empty selects the run's folder.
+        answers: "labels" trains on the file's answers. "model" trains on the greedy answers of the
+            frozen model with all visual tokens, and needs no answers in the file.
+        answer_tokens: longest answer of the frozen model in tokens, with answers = "model".
         missing: "stop" raises an error for a missing or damaged image; "skip" skips its samples.
         unusable: "stop" raises an error for a sample that cannot be trained on; "skip" skips it.
         split_turns: True makes each question of a conversation a row. False makes the conversation
@@ -41,6 +47,8 @@ class DataSettings(Settings, path="config.data"):
     image_folder: str = setting("", free=True)
     linked_folders: tuple[str, ...] = setting((), free=True)
     index_folder: str = setting("", free=True)
+    answers: str = choice(LABELS, (LABELS, MODEL))
+    answer_tokens: int = count(64)
     missing: str = choice("stop", REMEDIES)
     unusable: str = choice("stop", REMEDIES)
     split_turns: bool = True
@@ -62,6 +70,9 @@ class Source(NamedTuple):
         linked_folders: folders that links in `image_root` may lead to.
         index_folder: folder that caches token counts for the next run.
         data: settings of the run.
+        answers: answers that replace the answers of the file, by the index of the sample and of the
+            question in the sample. A missing answer is replaced by a placeholder. None keeps the
+            answers of the file.
     """
 
     file: Path
@@ -69,6 +80,7 @@ class Source(NamedTuple):
     linked_folders: tuple[Path, ...]
     index_folder: Path
     data: DataSettings
+    answers: Mapping[tuple[int, int], str] | None = None
 
 
 def data_folder(data: DataSettings) -> Path:
@@ -98,8 +110,11 @@ def training_source(data: DataSettings, workdir: str | Path) -> Source:
 
     Raises:
         FileNotFoundError: a file or folder is missing; the message names its setting.
-        ValueError: a necessary setting is empty.
+        ValueError: a necessary setting is empty, or two settings contradict each other.
     """
+    # The frozen model answers each question without the turns before it.
+    is_answered = data.answers == LABELS or data.split_turns
+    data.expect("answers", is_answered, f"{LABELS} if config.data.split_turns is False")
     # `train_file` and `image_folder` have precedence over their places inside `folder`.
     if data.train_file:
         file, file_setting = local_path(data.train_file), "train_file"
@@ -118,4 +133,5 @@ def training_source(data: DataSettings, workdir: str | Path) -> Source:
         if not linked_folder.is_dir():
             raise FileNotFoundError(f"config.data.linked_folders: no folder {linked_folder}")
     index_folder = local_path(data.index_folder or workdir)
-    return Source(file, image_root, linked_folders, index_folder, data)
+    answers = None if data.answers == LABELS else {}
+    return Source(file, image_root, linked_folders, index_folder, data, answers)

@@ -85,6 +85,9 @@ class Batches:
     The width of ids determines all other widths, so one program is compiled for each width of ids.
     Widths are computed from stored token counts before any row is tokenized, so hosts that build
     different rows of a batch use the same widths.
+
+    Attributes:
+        corpus: rows of the training file.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Batches:
             group: number of consecutive batches whose rows are sorted by width, as in `Order`.
             loading: how batches are built; None selects the defaults of `Loading`.
         """
-        self._corpus, self._images, self._loading = corpus, images, loading or Loading()
+        self.corpus, self._images, self._loading = corpus, images, loading or Loading()
         self._is_shared = len(range(batch_size)[self._loading.local]) < batch_size
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
@@ -118,12 +121,12 @@ class Batches:
 
     def __len__(self) -> int:
         """Returns the number of rows in an epoch. Batches continue into the next epoch."""
-        return len(self._corpus)
+        return len(self.corpus)
 
     @property
     def identity(self) -> str:
         """Hash of the usable rows of the training file."""
-        return self._corpus.identity
+        return self.corpus.identity
 
     def indices(self, step: int) -> Int[np.ndarray, " b"]:
         """Returns the rows of batch `step`, over all hosts."""
@@ -131,7 +134,7 @@ class Batches:
 
     def samples(self, step: int) -> list[JsonObject]:
         """Describes the rows of batch `step`, over all hosts; see `Corpus.describe`."""
-        return [self._corpus.describe(row) for row in self.indices(step).tolist()]
+        return [self.corpus.describe(row) for row in self.indices(step).tolist()]
 
     def first_images(self, count: int) -> Iterator[Pixels]:
         """Yields the pixels of up to `count` distinct readable images, in the order of training."""
@@ -140,7 +143,7 @@ class Batches:
         for row in self._order.epoch(0).tolist():
             if num_yielded == count:
                 break
-            path = self._corpus.image(row)
+            path = self.corpus.image(row)
             if path in paths:
                 continue
             paths.add(path)
@@ -158,7 +161,7 @@ class Batches:
         indices = self.indices(step)
         widths = self.bucket(indices)
         row_numbers, pixels = self._read_images(indices)
-        rows = self._corpus.rows(row_numbers)
+        rows = self.corpus.rows(row_numbers)
         text, text_length = pad_batch([row.text for row in rows], width=widths.text)
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return TrainingBatch(pixels, text, text_length, targets)
@@ -185,7 +188,7 @@ class Batches:
                 if image is not None:
                     break
             else:
-                where = self._corpus.where(int(indices[position]))
+                where = self.corpus.where(int(indices[position]))
                 raise UserError(f"{where}: no image of its batch can be read")
             row_numbers.append(row)
             images.append(image)
@@ -204,10 +207,10 @@ class Batches:
         raises an error that names the row otherwise.
         """
         try:
-            return self._images.read(self._corpus.image(row))
+            return self._images.read(self.corpus.image(row))
         except (FileNotFoundError, MemoryError, UserError) as error:
             reason = error if str(error) else "it needs more memory than is available"
-            message = f'{self._corpus.where(row)}: "image": {reason}'
+            message = f'{self.corpus.where(row)}: "image": {reason}'
             if not self._loading.skip_unreadable:
                 kind = FileNotFoundError if isinstance(error, FileNotFoundError) else UserError
                 raise kind(message) from error
@@ -231,8 +234,8 @@ class Batches:
         if state is not None:
             if state["rows"] != self.identity:
                 raise UserError(
-                    f"the run began with other samples of {self._corpus.file} than the "
-                    f"{len(self._corpus):,} that can be used now: images were added or removed"
+                    f"the run began with other samples of {self.corpus.file} than the "
+                    f"{len(self.corpus):,} that can be used now: images were added or removed"
                 )
             first_step = state["next_batch"]
         return Stream(self, first_step, steps, self._loading.threads)
@@ -343,7 +346,7 @@ def open_batches(
     Args:
         run: settings of the run.
         source: paths of the training file and its images.
-        identity: hash of the training file.
+        identity: hash of the training file, and of the answers that replace its answers.
         model: folder of the frozen model.
         local: rows of each batch that this host builds.
         say: called with each line of the report on the training file.

@@ -32,6 +32,12 @@ from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
+from stepprune_jax.training.model_answers import (
+    ANSWERS_FILE,
+    ModelAnswers,
+    answers_identity,
+    generate_answers,
+)
 from stepprune_jax.training.objectives import GATE, RLOO, WARM_START
 from stepprune_jax.training.recipes import AUTO, Auto, Phase
 from stepprune_jax.training.settings import Run, read_former_recipe
@@ -95,11 +101,22 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         if run.recipe == AUTO and not is_new:
             configs = _configs_from(_read_begin(workdir, description), run, configs)
         start_weights = _read_start(run, configs[0]) if is_new else None
-        batches = _open_batches(run, configs[0], source=source, data=data, data_hash=data_hash)
+        open_rows = partial(_open_batches, run, configs[0], source=source)
+        # Rows are checked before weights are loaded, even if the model's answers are still missing.
+        batches = open_rows(data=data, data_hash=data_hash)
         if signal_number := _stopped_before_start(interrupt):
             return signal_number
         stack.enter_context(memory_advice(run))
-        model = _load_model(run, batches, configs[0])
+        model = _load_model(run, configs[0])
+        if data.answers is not None:
+            answers = _generate_answers(
+                run, model, batches, workdir, (model_hash, data_hash), interrupt
+            )
+            if answers is None:
+                return _stopped_before_start(interrupt)
+            data = data._replace(answers=answers)
+            batches = open_rows(data=data, data_hash=data_hash)
+        _announce(run, batches, configs[0])
         validation = Validation(run, model, questions, workdir) if questions else None
         if signal_number := _stopped_before_start(interrupt):
             return signal_number
@@ -232,17 +249,21 @@ def _open_batches(
         run: settings of the run.
         config: static part of the updates.
         source: folder of the frozen model.
-        data: paths of the training file and its images.
+        data: paths of the training file and its images, and answers of the model.
         data_hash: hash of the training file.
     """
     process_rows = local_rows(config.forward.mesh, run.batch_size)
+    has_placeholders = data.answers == {}
+    if data.answers is not None:
+        data_hash = f"{data_hash}-{answers_identity(data.answers)}"
     batches = open_batches(
         run,
         source=data,
         identity=data_hash,
         model=source,
         local=process_rows,
-        say=distributed.say,
+        # The lengths of placeholders are of no interest.
+        say=(lambda line: None) if has_placeholders else distributed.say,
     )
     distributed.require_same(batches.identity, "the samples that can be trained on")
     return batches
@@ -259,19 +280,12 @@ def _stopped_before_start(interrupt: Interrupt) -> int:
     return signal_number
 
 
-def _load_model(run: Run, batches: Batches, config: StepConfig) -> VLM:
-    """Loads the frozen model, and prints the size of the run.
-
-    Args:
-        run: settings of the run.
-        batches: the batches of the run, for the printed widths.
-        config: static part of the updates, with the mesh of the weights.
-    """
+def _load_model(run: Run, config: StepConfig) -> VLM:
+    """Loads the frozen model onto the mesh of `config`."""
     folder, vision_folder = run.model.folders
-    mesh = config.forward.mesh
-    model = load_vlm(
+    return load_vlm(
         folder,
-        mesh,
+        config.forward.mesh,
         jnp.dtype(run.model.dtype),
         vision_folder=vision_folder,
         use="training",
@@ -279,12 +293,49 @@ def _load_model(run: Run, batches: Batches, config: StepConfig) -> VLM:
         progress=distributed.is_main(),
         **run.model.image_bounds,
     )
+
+
+def _generate_answers(
+    run: Run,
+    model: VLM,
+    batches: Batches,
+    workdir: Path,
+    hashes: tuple[str, str],
+    interrupt: Interrupt,
+) -> ModelAnswers | None:
+    """Generates the answers that a run with `data.answers` = "model" trains on.
+
+    Args:
+        run: settings of the run.
+        model: the frozen model.
+        batches: the batches of the run, with placeholders for answers.
+        workdir: folder of the run, which keeps the answers.
+        hashes: hashes of the model and of the training file.
+        interrupt: signals that stop the run.
+
+    Returns:
+        The answers; None if a signal arrived.
+    """
+    model_hash, data_hash = hashes
+    origin = {"model": model_hash, "data": data_hash, "answer_tokens": run.data.answer_tokens}
+    return generate_answers(
+        run,
+        model,
+        batches.corpus,
+        workdir / ANSWERS_FILE,
+        origin,
+        lambda: distributed.any_process(interrupt.requested),
+    )
+
+
+def _announce(run: Run, batches: Batches, config: StepConfig) -> None:
+    """Prints the size of a run and the widths of its batches."""
+    num_devices = jax.device_count() if config.forward.mesh else 1
     distributed.say(
-        f"{run.steps} steps of {run.batch_size} samples on {jax.device_count() if mesh else 1} "
+        f"{run.steps} steps of {run.batch_size} samples on {num_devices} "
         f"{jax.default_backend()} device(s); prompts are padded to "
         f"{', '.join(str(bucket.ids) for bucket in batches.buckets)} ids"
     )
-    return model
 
 
 def _decide(
