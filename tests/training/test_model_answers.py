@@ -72,7 +72,7 @@ def test_training_without_labels_equals_training_on_the_answers_as_labels(
     world, unlabeled_run, tmp_path
 ):
     model, data = world
-    unlabeled, workdir = unlabeled_run
+    _, workdir = unlabeled_run
     origin, *lines = map(json.loads, (workdir / ANSWERS_FILE).read_text().splitlines())
     assert origin["answer_tokens"] == 5
     answers = {(line["sample"], line["question"]): line["answer"] for line in lines}
