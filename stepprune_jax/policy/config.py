@@ -97,8 +97,8 @@ class PolicyConfig:
             `"printed"` scales the embeddings as in Eq. (3); the next pre-norm divides the scale out
             again.
         text_positions: order of the words. `"none"` reads a question as a set of words, as printed:
-            word embeddings have no positions. `"sinusoidal"` adds sinusoids of each word's position,
-            so the policy can tell "A left of B" from "B left of A".
+            word embeddings have no positions. `"sinusoidal"` adds a positional encoding to the
+            words, so the policy can tell "A left of B" from "B left of A".
         first_query: query of the first step. `"learned"` is the start token, as printed.
             `"question"` adds a projection of the question's pooled words to the start token, which
             compares tokens with the question in a single product.
