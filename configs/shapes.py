@@ -30,18 +30,6 @@ def get_config(reading: str = "") -> training.Run:
                 "AutoSelect-like": "experiments/policies/autoselect.safetensors",
                 "StepPrune literal": "experiments/policies/literal.safetensors",
             },
-            remarks=(
-                "A trained row is one run: the run of this folder or of --policy. AutoSelect-like, "
-                "a one-shot scorer with the same gate, and StepPrune literal are earlier runs.",
-                "Runs of one recipe differ as much as these methods do, so this table does not "
-                "rank the trained rows. With 32, 16 and 8 tokens, five runs of StepPrune through "
-                "the gate retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, and four runs of "
-                "today's AutoSelect-like 98.2 +- 0.3, 98.0 +- 0.4 and 96.1 +- 0.3 %, on other "
-                "questions. By RLOO on sampled subsets (configs/rloo.py), five runs of StepPrune "
-                "retain 100.9 +- 0.2, 100.3 +- 0.2 and 99.5 +- 0.2 %, and five runs of "
-                "AutoSelect-like 99.9 +- 0.7, 99.4 +- 0.5 and 98.6 +- 0.5 %: "
-                "experiments/RESULTS.md.",
-            ),
         ),
     )
     if not reading:

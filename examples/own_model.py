@@ -1,5 +1,6 @@
 """StepPrune in front of a model of your own: statistics, training, diagnosis, stop, pruning.
 
+    pip install . optax    # in a clone of the repository
     python examples/own_model.py
 
 The stand-in for your model takes a minute on a CPU. An "image" is a bag of 32 records, each a key
@@ -10,14 +11,19 @@ many updates, the diagnosis says so. Replace `draw` by your tower and data, and 
 projector and language model.
 """
 
+import sys
 import tempfile
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import stepprune_jax as sp
+
+try:
+    import optax
+except ModuleNotFoundError:
+    sys.exit("error: this example trains with optax, which is not installed: pip install optax")
 
 # --- Your model and data ---
 

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from stepprune_jax.checkpoints.load import VLM, load_vlm
     from stepprune_jax.checkpoints.policy import load_policy, save_policy
     from stepprune_jax.checkpoints.save import save_vlm
+    from stepprune_jax.data.videos import Video
     from stepprune_jax.inference import Answer, Generator, RunOptions, Sampling, generate, stream
     from stepprune_jax.policy import *
-    from stepprune_jax.selectors import Policy, StepPrune
+    from stepprune_jax.selectors import Policy, RlooSettings, StepPrune
 
     __version__: str
 
@@ -32,11 +33,13 @@ __all__ = [
     "PolicyConfig",
     "Progress",
     "Pruned",
+    "RlooSettings",
     "RunOptions",
     "SampledSubsets",
     "Sampling",
     "StepPrune",
     "Trajectory",
+    "Video",
     "abstract_policy",
     "calibrate_stop_bias",
     "cast_weights",

@@ -1,11 +1,16 @@
 """Optional packages, and the console scripts that explain which package is missing."""
 
+import functools
+import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-# Smallest extra of stepprune-jax that installs each package, by the name that is imported.
+# Smallest extra of this package that installs each package, by the name that is imported.
 _EXTRA = {
     "PIL": "vlm",
     "absl": "vlm",
@@ -13,6 +18,7 @@ _EXTRA = {
     "huggingface_hub": "vlm",
     "tqdm": "vlm",
     "transformers": "vlm",
+    "av": "video",
     "optax": "train",
     "orbax": "train",
     "matplotlib": "eval",
@@ -25,9 +31,50 @@ _EXTRA = {
     "flatbuffers": "export",
 }
 
+# Exit status of a program that Ctrl-C has ended: 128 and the number of SIGINT.
+_INTERRUPTED = 130
+
 
 class MissingPackageError(ImportError):
     """Raised if an optional package is missing. The message says what to install."""
+
+
+@functools.cache
+def find_clone() -> Path | None:
+    """Finds the clone of the repository that this package runs from or was installed from.
+
+    Returns:
+        The folder of the clone; None if there is none, as after an installation from an index.
+    """
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / "pyproject.toml").is_file():
+        from importlib import metadata  # takes 30 ms, and only messages need it
+
+        try:
+            # pip writes this file when it installs from a folder or an address (PEP 610).
+            text = metadata.distribution("stepprune-jax").read_text("direct_url.json")
+        except metadata.PackageNotFoundError:
+            return None
+        address = urlsplit(json.loads(text or "{}").get("url", ""))
+        if address.scheme != "file":
+            return None
+        folder = Path(url2pathname(address.path))
+    return folder if (folder / "pyproject.toml").is_file() else None
+
+
+def install_command(extra: str) -> str:
+    """Returns the pip command that installs an extra of this package.
+
+    In a clone the command is `pip install ".[extra]"`. Elsewhere it has the clone's folder, or the
+    released name if the package does not come from a clone.
+
+    Args:
+        extra: name of the extra, a key of `optional-dependencies` in pyproject.toml.
+    """
+    source, clone = "stepprune-jax", find_clone()
+    if clone is not None:
+        source = "." if clone == Path.cwd() else str(clone)
+    return f'pip install "{source}[{extra}]"'
 
 
 def explain(error: ModuleNotFoundError) -> str:
@@ -39,7 +86,7 @@ def explain(error: ModuleNotFoundError) -> str:
     package = str(error.name).partition(".")[0]
     if package not in _EXTRA:
         raise error
-    return f"{package} is not installed: pip install 'stepprune-jax[{_EXTRA[package]}]'"
+    return f"{package} is not installed: {install_command(_EXTRA[package])}"
 
 
 def need(package: str, reason: str) -> None:
@@ -61,10 +108,10 @@ def _command(name: str) -> Callable[[], None]:
 
     def run() -> None:
         try:
-            command = import_module(f"stepprune_jax.cli.{name}").command
-        except ModuleNotFoundError as error:
-            sys.exit(f"error: {explain(error)}")
-        command()
+            import_module("stepprune_jax.cli.start").start(name)
+        except KeyboardInterrupt:  # `start` handles interrupts once it is imported.
+            sys.stderr.write(f"{Path(sys.argv[0]).stem}: interrupted\n")
+            sys.exit(_INTERRUPTED)
 
     return run
 

@@ -22,7 +22,9 @@ from stepprune_jax.pruning.clse import Clse
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
+from stepprune_jax.pruning.evs import Evs
 from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.frames import Frames
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
@@ -31,6 +33,8 @@ from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.topv import TopV
+from stepprune_jax.pruning.vcast import VCast
+from stepprune_jax.pruning.vidcom2 import VidCom2
 from stepprune_jax.pruning.visionzip import VisionZip
 from stepprune_jax.selectors.autoselect import AutoSelect
 from stepprune_jax.selectors.base import SelectorConfig, TrainedPruner
@@ -66,6 +70,10 @@ PRUNERS: dict[str, type[Pruner]] = {
         HiPrune,
         DivPrune,
         CDPruner,
+        Frames,
+        Evs,
+        VidCom2,
+        VCast,
         AutoSelect,
         VisionSelector,
         GlimpsePrune,

@@ -15,19 +15,32 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stepprune_jax.user_input import UserError, expect, naming, nearest
+from stepprune_jax.user_input import UserError, expect, naming
 
 T = TypeVar("T", bound="Settings")
 
 Validator = Callable[[Any], bool]  # returns whether a value of the field's type is valid
 Annotation = Any  # type of a field, as in its annotation
 Default = Any  # a field definition; a type checker sees the type of the field's default
+
+# Names of fields that other programs use, with ours.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "num_steps": "steps",
+    "max_steps": "steps",
+    "train_steps": "steps",
+    "iterations": "steps",
+    "epochs": "steps",
+    "warmup_steps": "warmup",
+    "wd": "weight_decay",
+}
 
 # Smallest and largest positive normal number of float32. Programs use settings as float32.
 _MIN_FLOAT32, _MAX_FLOAT32 = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
@@ -135,6 +148,10 @@ class Settings:
     def flat(self) -> dict[str, object]:
         """Returns the fields as JSON values by dotted name. Tuples become lists."""
         return dict(_flatten("", json.loads(json.dumps(dataclasses.asdict(self)))))
+
+    def suggest(self, name: str) -> str:
+        """Returns the question "Did you mean X?" for a name that is no field; see `_suggest`."""
+        return _suggest(self, name, self._path)
 
     def free_fields(self) -> tuple[str, ...]:
         """Returns the dotted names of fields and groups that no result depends on."""
@@ -331,7 +348,7 @@ def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
     for dotted_name, value in changes.items():
         name, _, inner_name = dotted_name.partition(".")
         if name not in fields:
-            raise UserError(f"{path}.{name} is not a field.{nearest(name, fields)}")
+            raise UserError(f"{path}.{name} is not a field.{_suggest(settings, name, path)}")
         if inner_name:
             group_changes.setdefault(name, {})[inner_name] = value
         else:
@@ -353,6 +370,35 @@ def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
         }
     with naming(path, ValueError):  # configurations of the policy raise a plain ValueError
         return dataclasses.replace(settings, **values)
+
+
+def _suggest(settings: Any, name: str, path: str) -> str:
+    """Suggests fields for a name that is no field of a group.
+
+    Args:
+        settings: the group, a dataclass.
+        name: the unknown name, without the path of the group.
+        path: dotted path of the group.
+
+    Returns:
+        A question such as " Did you mean config.optimizer.lr or config.rloo.lr?". It has the fields
+        of this group and of the groups inside that have this name, or the name that this library
+        uses instead, or otherwise a field with a similar name. "" if there is none.
+    """
+    dotted_names = [dotted_name for dotted_name, _ in _flatten("", dataclasses.asdict(settings))]
+    searched_names = (name, _OTHER_NAMES.get(name, name))
+    matches = [
+        dotted_name
+        for dotted_name in dotted_names
+        if dotted_name.rpartition(".")[2] in searched_names
+    ]
+    if not matches:
+        field_names = [field.name for field in dataclasses.fields(settings)]
+        matches = difflib.get_close_matches(name, field_names, n=1)
+        matches = matches or difflib.get_close_matches(name, dotted_names, n=1)
+    if not matches:
+        return ""
+    return f" Did you mean {' or '.join(f'{path}.{match}' for match in matches)}?"
 
 
 def _annotation_of(settings: object, dotted_name: str) -> Annotation:

@@ -56,6 +56,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
+def pytest_addoption(parser):
+    help_text = "write which model families can do what to tests/support/recorded/support.json"
+    parser.addoption("--record_support", action="store_true", help=help_text)
+
+
+def pytest_configure(config):
+    if config.getoption("record_support"):
+        from support_record import SupportRecorder
+
+        config.pluginmanager.register(SupportRecorder())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def names_of_jax():
     """Adds a name that only tests need to the oldest jax that policies support."""

@@ -273,7 +273,10 @@ def read(arguments, kind=Run):
     [
         (["--config.steps=many"], "config.steps is 'many'"),
         (["--config=shape"], "Did you mean shapes?"),
-        (["more", "words"], "unexpected arguments: more words"),
+        (["more", "words"], "unexpected arguments: more words\n"),
+        (["--steps", "9"], "unexpected arguments: --steps 9. Did you mean --config.steps?"),
+        (["--learning-rate=1"], "Did you mean --config.optimizer.lr or --config.rloo.lr or"),
+        (["--workdri=x"], "unexpected arguments: --workdri=x. Did you mean --workdir?"),
         (["--workdir="], "--workdir is empty"),
         (["--config=experiments/configs/pretrain_shapes.py"], "is Pretraining, expected Run"),
     ],

@@ -1,6 +1,9 @@
 """Policies need only jax, and one-line errors name missing packages of other parts."""
 
+import os
+
 import pytest
+from pages import ROOT
 from processes import run_python
 
 HEAVY = ("PIL", "absl", "flax", "matplotlib", "optax", "orbax", "tqdm", "transformers")
@@ -33,24 +36,40 @@ def test_policies_and_pruners_need_neither_flax_nor_pillow():
     "code, prefix",
     [
         ("import stepprune_jax; stepprune_jax.load_vlm", "stepprune_jax.load_vlm: "),
-        ("from stepprune_jax.extras import train; train()", "error: "),
+        (
+            "sys.argv = ['stepprune-train', '--config=shapes']\n"
+            "from stepprune_jax.extras import train; train()",
+            "stepprune-train: error: ",
+        ),
     ],
 )
 def test_a_one_line_error_names_a_missing_extra(code, prefix):
     last_line = (
-        run_python("-c", BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
+        run_python("-c", BLOCKED + code, folder=ROOT)
+        .stderr.splitlines()[-1]
+        .removeprefix("ImportError: ")
     )
     package = last_line.removeprefix(prefix).partition(" ")[0]
     assert package in HEAVY
-    assert last_line == f"{prefix}{package} is not installed: pip install 'stepprune-jax[vlm]'"
+    assert last_line == f'{prefix}{package} is not installed: pip install ".[vlm]"'
 
 
 def test_an_export_names_its_missing_extra_before_compiling():
     block = "import sys; sys.modules['flatbuffers'] = None;"
     export = "load_policy('shapes').export('x', num_tokens=9, num_words=3)"
-    process = run_python("-c", f"{block} import stepprune_jax; stepprune_jax.{export}")
+    code = f"{block} import stepprune_jax; stepprune_jax.{export}"
+    process = run_python("-c", code, folder=ROOT)
     last_line = process.stderr.splitlines()[-1]
-    assert last_line.endswith("flatbuffers is not installed: pip install 'stepprune-jax[export]'")
+    assert last_line.endswith('flatbuffers is not installed: pip install ".[export]"')
+
+
+def test_an_example_names_its_missing_package():
+    block = "import runpy, sys; sys.modules['optax'] = None;"
+    path = os.path.join(ROOT, "examples", "own_model.py")
+    process = run_python("-c", f"{block} runpy.run_path({path!r}, run_name='__main__')")
+    assert process.stderr.splitlines() == [
+        "error: this example trains with optax, which is not installed: pip install optax"
+    ]
 
 
 def test_errors_about_other_missing_modules_are_not_changed():

@@ -3,15 +3,22 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 import tomllib
+import types
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from pages import PAGES, shown
 
-from stepprune_jax import extras
+from stepprune_jax import configurations, extras
+from stepprune_jax.cli import convert, evaluate, generate
+from stepprune_jax.training import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "stepprune_jax"
@@ -21,7 +28,15 @@ DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py", "orbax": "orbax-checkpoint"
 # Requirements by the names of packages that they install as dependencies.
 INSTALLED_BY = {"ml_dtypes": "jax", "libtpu": "jax", "tokenizers": "transformers"}
 # Packages that only exist inside the program that imports these modules of ours.
-ADAPTERS = {"lmms_eval": {"integrations/lmms_eval.py"}}
+VLLM_PLUGIN = "integrations/vllm_plugin"
+ADAPTERS = {
+    "lmms_eval": {"integrations/lmms_eval.py"},
+    "vllm": {f"{VLLM_PLUGIN}/{name}.py" for name in ("__init__", "models", "processing")},
+    "torch": {
+        f"{VLLM_PLUGIN}/{name}.py"
+        for name in ("interchange", "models", "positions", "processing", "selection", "taps")
+    },
+}
 
 
 def distributions(requirements):
@@ -63,3 +78,116 @@ def test_every_script_runs_a_command(script):
     source = Path(find_spec(f"stepprune_jax.cli.{name}").origin).read_text()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     assert "command" in {node.name for node in functions}
+
+
+@pytest.mark.parametrize(
+    ("clone", "source"), [(ROOT, "."), (ROOT / "docs", ROOT / "docs"), (None, "stepprune-jax")]
+)
+def test_the_command_for_an_extra_suits_the_current_folder(monkeypatch, clone, source):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(extras, "find_clone", lambda: clone)
+    assert extras.install_command("eval") == f'pip install "{source}[eval]"'
+
+
+@pytest.mark.parametrize(
+    ("address", "is_a_clone"),
+    [
+        (ROOT.as_uri(), True),
+        (ROOT.joinpath("no such folder").as_uri(), False),
+        ("https://example.org/stepprune_jax.whl", False),
+        (None, False),
+    ],
+)
+def test_an_installed_package_remembers_the_clone(monkeypatch, tmp_path, address, is_a_clone):
+    """pip stores the address of an installation in direct_url.json, except for an index."""
+    text = None if address is None else json.dumps({"url": address, "dir_info": {}})
+    installation = types.SimpleNamespace(read_text={"direct_url.json": text}.get)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: installation)
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "stepprune_jax" / "extras.py"))
+    assert extras.find_clone.__wrapped__() == (ROOT if is_a_clone else None)
+
+
+def overlay():
+    generate.main(["--model=nowhere", "--image=x.png", "--prompt=What?", "--overlay=o.png"])
+
+
+def train_with_overlays():
+    changes = {"model.folder": "nowhere", "validation.every": 1}
+    run.train(configurations.load("shapes").replace(changes), "nowhere")
+
+
+def convert_to_a_workbook():
+    convert.main(["mmbench", "--answers=nowhere", "--out=x.xlsx"])
+
+
+def evaluate_to_a_workbook():
+    changes = {"model.folder": "nowhere", "eval.benchmarks": "mmbench"}
+    settings = configurations.load("shapes").replace(changes)
+    evaluate.evaluate(settings, "nowhere", stages=["generate", "convert"])
+
+
+@pytest.mark.parametrize(
+    ("package", "work"),
+    [
+        ("matplotlib", overlay),
+        ("matplotlib", train_with_overlays),
+        ("openpyxl", convert_to_a_workbook),
+        ("openpyxl", evaluate_to_a_workbook),
+    ],
+)
+def test_a_missing_package_is_reported_before_any_file_is_read(
+    package, work, monkeypatch, tmp_path
+):
+    """The folders `nowhere` do not exist, so work that began would report a missing folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        extras.MissingPackageError, match=f"{package} is not installed: pip install"
+    ):
+        work()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_pages_install_extras_that_exist(page):
+    for names in re.findall(r'pip install (?:-e )?"?\.\[([\w,-]+)\]', page.read_text()):
+        assert {*names.split(",")} <= {*PROJECT["optional-dependencies"]}
+
+
+def test_one_line_of_the_readme_installs_what_the_readme_shows():
+    text = (ROOT / "README.md").read_text()
+    assert re.findall(r"pip install ([^\s`]+)", text) == ['".[eval]"', "."]
+    requirements = PROJECT["optional-dependencies"]
+    listed = {extra: distributions(requirements[extra]) for extra in ("vlm", "train", "eval")}
+    installed = set().union(*listed.values())
+    # The README shows answers with a picture of the kept tokens, and training and evaluation.
+    assert {"transformers", "optax", "matplotlib"} <= installed
+    assert set(re.findall(r"stepprune-[a-z]+", text)) == {"stepprune-generate"}
+
+
+def requirements_of_the_clone():
+    """Returns all requirements of pyproject.toml and of the requirement files, without ours."""
+    lines = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        lines += [line.partition("#")[0] for line in (ROOT / name).read_text().splitlines()]
+    requirements = [Requirement(line) for line in lines if line.strip() and line[0] not in "-#"]
+    return [each for each in requirements if each.name not in ("stepprune-jax", "lmms-eval")]
+
+
+def test_every_requirement_has_a_tested_release_above_its_lower_bound():
+    tested = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and line[0] != "#":
+            constraint = Requirement(line.partition("#")[0])
+            tested.setdefault(constraint.name.replace("_", "-"), []).append(constraint)
+    for requirement in requirements_of_the_clone():
+        if requirement.name == "filelock":  # an upper bound for lmms-eval, which brings it
+            continue
+        for constraint in tested[requirement.name.replace("_", "-")]:
+            versions = [each.version for each in constraint.specifier if each.operator != "!="]
+            assert all(requirement.specifier.contains(version) for version in versions), constraint
+
+
+def test_upper_bounds_have_a_reason():
+    bounded = [each.name for each in requirements_of_the_clone() if "<" in str(each.specifier)]
+    assert bounded == ["filelock"]  # pyproject.toml says which release fails, and how

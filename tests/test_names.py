@@ -17,8 +17,14 @@ import stepprune_jax
 MODULES = [
     module.name for module in pkgutil.walk_packages(stepprune_jax.__path__, "stepprune_jax.")
 ]
+VLLM_PLUGIN = "stepprune_jax.integrations.vllm_plugin"
 # Modules that import packages which the test environment does not have.
-EXCLUDED = {"stepprune_jax.integrations.lmms_eval", "stepprune_jax.demo.app"}
+EXCLUDED = {
+    "stepprune_jax.integrations.lmms_eval",
+    "stepprune_jax.demo.app",
+    f"{VLLM_PLUGIN}.models",
+    f"{VLLM_PLUGIN}.processing",
+}
 
 
 def walk_code(code):

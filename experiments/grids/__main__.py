@@ -63,7 +63,6 @@ class Study:
             width=64,
             num_heads=4,
             group=arguments.group,
-            text_positions=arguments.text_positions,
             draw=1.0,
         )
         if arguments.recipe != "gate":
@@ -242,8 +241,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.4, help="of the warm start, in auto")
     parser.add_argument("--samples", type=int, default=8, help="subsets per question, by RLOO")
     parser.add_argument("--group", type=int, default=1, help="tokens per step")
-    positions = ("none", "sinusoidal")
-    parser.add_argument("--text-positions", choices=positions, default="none", help="of words")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

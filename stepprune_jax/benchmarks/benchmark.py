@@ -9,6 +9,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images, read_list
 from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.extras import need
 from stepprune_jax.user_input import UserError
 
 T = TypeVar("T")
@@ -82,6 +83,15 @@ class Benchmark:
     make_grader: Callable[[Path], Callable[[GivenAnswer], float | None]]
     convert: Callable[[Path, Path, Path], list[str]] | None = None
     submission_suffix: str = ".json"
+
+    def check_packages(self) -> None:
+        """Checks that the packages of `convert` are installed, before answers are computed.
+
+        Raises:
+            MissingPackageError: the submission is an Excel workbook, and openpyxl is not installed.
+        """
+        if self.submission_suffix == ".xlsx":
+            need("openpyxl", f"the submission of {self.name} is a workbook")
 
     def read_questions(
         self, root: str | Path, file: str = "", *, ocr: bool = True

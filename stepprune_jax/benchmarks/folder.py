@@ -25,7 +25,10 @@ def is_right(text: str, truth: str) -> bool:
 def _read_split(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads the questions of a split; see `Benchmark.read`."""
     for question in read_questions(path, images):
-        yield BenchmarkQuestion(question.question_id, question.text, question.text, question.image)
+        text = question.text
+        yield BenchmarkQuestion(
+            question.question_id, text, text, question.image, video=question.video
+        )
 
 
 def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:

@@ -122,6 +122,12 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     return grade_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
+def read_splits(root: str | Path) -> dict[str, str]:
+    """Returns the split of each question by id. `root` is the folder of LLaVA's layout."""
+    questions, _ = _read_questions(Path(root) / "pope")
+    return {question_id: question.split for question_id, question in questions.items()}
+
+
 def _percent(count: int, total: int) -> float:
     """Returns a fraction in percent; 0 if the total is 0."""
     return 100 * count / total if total else 0.0

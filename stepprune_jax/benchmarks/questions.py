@@ -8,7 +8,7 @@ message. ScienceQA and MMBench have other formats. Their readers add the request
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepprune_jax.data.json_files import identity, read_json_lines, words
 
@@ -26,6 +26,7 @@ class BenchmarkQuestion(NamedTuple):
         prompt: the question as stored in the answer file.
         image: path or bytes of an image file; None without an image.
         fields: further fields of the answer line, JSON values by name.
+        video: the `Video` of a question about a video, whose path is `image`; None for an image.
     """
 
     question_id: str | int
@@ -33,6 +34,7 @@ class BenchmarkQuestion(NamedTuple):
     prompt: str
     image: Path | bytes | None
     fields: Mapping[str, object] = {}
+    video: Any = None
 
     @property
     def key(self) -> tuple[str, str]:

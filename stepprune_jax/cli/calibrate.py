@@ -14,18 +14,16 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.model_settings import DTYPES
 from stepprune_jax.checkpoints.policy import read_about, save_policy
 from stepprune_jax.cli import model_flags
-from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with, integer_from
+from stepprune_jax.cli.command_line import check_creatable, exit_with
+from stepprune_jax.cli.flags.calibrate import NAME, parse
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import UserError, local_path
-
-_NAME = "stepprune-calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,18 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
-    add = parser.add_argument
-    add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
-    model_flags.add_model_flags(add)
-    add("--data", required=True, help="folder with SPLIT.jsonl and images/")
-    add("--split", default="validation", help="split to read; default: validation")
-    help_text = "number of questions, evenly spaced in the split; 0 reads all questions"
-    add("--questions", type=integer_from(0), default=256, help=help_text)
-    add("--batch_size", type=integer_from(1), default=16, help="questions per batch")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
-    add("--out", required=True, help="policy file to write")
-    flags = parser.parse_args(argv)
+    flags = parse(argv)
     source = inspect_folder(flags.model, **model_flags.image_options(flags))
     policy, metadata = load_policy_for(source, flags.policy), read_about(flags.policy)
     if not isinstance(policy, Policy) or not policy.has_stop:
@@ -93,7 +80,7 @@ def _format_calibration(policy: Policy) -> str:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ Prints the counts of each file and its first faults. The exit status is 1 if the
 
 from collections.abc import Sequence
 
-from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import exit_with
+from stepprune_jax.cli.flags.check import NAME, parse
 from stepprune_jax.data.check import check_folder
 from stepprune_jax.user_input import one_line
-
-_NAME = "stepprune-check"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 1 if there is a fault, otherwise 0.
     """
-    parser = Parser(prog=_NAME, module_docstring=__doc__)
-    parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
-    parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
-    flags = parser.parse_args(argv)
+    flags = parse(argv)
     results = check_folder(flags.folder)
     for name, num_valid, unit, faults, notes in results:
         counts = ((faults, "faults"), (notes, "not for all runs"))
@@ -37,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

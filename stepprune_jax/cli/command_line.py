@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from stepprune_jax import configurations
 from stepprune_jax.cli.compile_cache import keep_programs, user_folder
 from stepprune_jax.extras import MissingPackageError, explain
-from stepprune_jax.user_input import UserError, expect, local_path, one_line
+from stepprune_jax.user_input import UserError, expect, local_path, nearest, one_line
 
 T = TypeVar("T")
 
@@ -49,8 +49,18 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Formats the help of a command. Shows defaults except None, False and empty lists."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False, [])
+        return super()._get_help_string(action) if has_default else action.help
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2.
+
+    The help text shows the default of each flag.
 
     A parser of a command that compiles jax programs turns on jax's persistent compilation cache,
     unless the user passes --no_compile_cache.
@@ -74,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         """
         if module_docstring is not None:
             keywords["description"] = module_docstring.partition("\n")[0]
-        super().__init__(*args, **keywords)
+        super().__init__(*args, **{"formatter_class": _Help} | keywords)
         if compiles:
             folder = user_folder() or "no folder"
             help_text = f"do not keep compiled programs for later runs (in {folder})"
@@ -89,7 +99,8 @@ class Parser(argparse.ArgumentParser):
         """
         arguments = self._normalize(sys.argv[1:] if args is None else args)
         flags, unparsed = super().parse_known_args(arguments, namespace)
-        if not getattr(flags, "no_compile_cache", True):
+        # `cli.start` parses the flags before jax is imported, and the command parses them again.
+        if not getattr(flags, "no_compile_cache", True) and "jax" in sys.modules:
             keep_programs()
         return flags, unparsed
 
@@ -223,14 +234,17 @@ def show_messages(progress: str) -> None:
         absl_logging.set_verbosity(absl_logging.FATAL)
     # `transformers` recommends torch, which its tokenizers do not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # The encoding of stdout may not support all characters of a message, such as a file's name. The
-    # stdout of a notebook is no TextIOWrapper.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]
     logger.setLevel(logging.INFO)
     logger.propagate = False  # The handler of absl would print each message again.
+
+
+def escape_output() -> None:
+    """Makes stdout escape characters that its encoding lacks, such as accents in a file name."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # The stdout of a notebook has another type.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -242,6 +256,46 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "any of its fields, such as --config.optimizer.lr=1e-3",
     )
     parser.add_argument("--workdir", help="folder of the run; default: runs/CONFIG")
+
+
+def split_config_changes(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parses a command line with the flags of `add_config`, without importing the configuration.
+
+    Exits with an error message if a flag is unknown, or if there is no such configuration.
+
+    Args:
+        parser: the command's parser.
+        arguments: command-line arguments; None reads the arguments of the process.
+
+    Returns:
+        The flags, and the changes of all `--config.FIELD` flags, each "FIELD=VALUE". The values are
+        not checked.
+    """
+    flags, remaining_arguments = parser.parse_known_args(arguments)
+    changes, unexpected_arguments = [], []
+    while remaining_arguments:
+        argument = remaining_arguments.pop(0)
+        name, equals_sign, value = argument.partition("=")
+        if not name.startswith("--config."):
+            unexpected_arguments.append(argument)
+            continue
+        if not equals_sign:
+            # The value is the next argument. `--config.tensorboard` without a value means True.
+            has_value = remaining_arguments and not remaining_arguments[0].startswith("--")
+            value = remaining_arguments.pop(0) if has_value else "True"
+        changes.append(f"{name.removeprefix('--config.')}={value}")
+    if unexpected_arguments:
+        hint = _suggest_flag(parser, flags.config, unexpected_arguments[0])
+        parser.error(f"unexpected arguments: {' '.join(unexpected_arguments)}{hint}")
+    if flags.workdir == "":
+        parser.error("--workdir is empty, expected a folder")
+    try:
+        configurations.find(flags.config)
+    except OSError as error:
+        parser.error(str(error))
+    return flags, changes
 
 
 def read_config(
@@ -260,23 +314,7 @@ def read_config(
         The flags, with `workdir` as a path, and the configuration with the changes of all
         `--config.FIELD` flags.
     """
-    flags, remaining_arguments = parser.parse_known_args(arguments)
-    changes, unexpected_arguments = [], []
-    while remaining_arguments:
-        argument = remaining_arguments.pop(0)
-        name, equals_sign, value = argument.partition("=")
-        if not name.startswith("--config."):
-            unexpected_arguments.append(argument)
-            continue
-        if not equals_sign:
-            # The value is the next argument. `--config.tensorboard` without a value means True.
-            has_value = remaining_arguments and not remaining_arguments[0].startswith("--")
-            value = remaining_arguments.pop(0) if has_value else "True"
-        changes.append(f"{name.removeprefix('--config.')}={value}")
-    if unexpected_arguments:
-        parser.error(f"unexpected arguments: {' '.join(unexpected_arguments)}")
-    if flags.workdir == "":
-        parser.error("--workdir is empty, expected a folder")
+    flags, changes = split_config_changes(parser, arguments)
     try:
         settings = configurations.load(flags.config, changes)
         actual_kind, expected_kind = type(settings).__name__, settings_type.__name__
@@ -289,6 +327,27 @@ def read_config(
     run_name = "-".join(filter(None, (Path(file).stem, argument)))
     flags.workdir = local_path(flags.workdir or Path("runs", run_name))
     return flags, settings
+
+
+def _suggest_flag(parser: argparse.ArgumentParser, config: str, argument: str) -> str:
+    """Suggests a flag for an unexpected argument, such as --config.steps for --steps=90.
+
+    Args:
+        parser: the command's parser.
+        config: value of --config.
+        argument: the unexpected argument.
+
+    Returns:
+        A question, as in ". Did you mean --config.steps?"; "" if no flag or field is similar.
+    """
+    if not argument.startswith("--"):
+        return ""
+    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    question = ""
+    with contextlib.suppress(UserError, OSError):  # reported when the configuration is loaded
+        question = configurations.load(config).suggest(name).replace(" config.", " --config.")
+    question = question or nearest(f"--{name}", parser._option_string_actions)
+    return f".{question}" if question else ""
 
 
 def program(name: str) -> str:

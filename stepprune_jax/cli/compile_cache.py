@@ -42,6 +42,12 @@ def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     return Path(cache_folder) / "stepprune_jax" if os.path.isabs(cache_folder) else None
 
 
+def has_programs() -> bool:
+    """Returns whether earlier runs have stored programs in `user_folder`."""
+    folder = user_folder()
+    return folder is not None and any(folder.glob(f"*{_PROGRAM_SUFFIX}"))
+
+
 def keep_programs() -> None:
     """Makes jax store compiled programs in `user_folder`, unless jax already has a cache folder.
 

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.model_settings import DTYPES
 from stepprune_jax.cli import model_flags
-from stepprune_jax.cli.command_line import Parser, check_address, exit_with
+from stepprune_jax.cli.command_line import check_address, exit_with
+from stepprune_jax.cli.flags.demo import NAME, parse
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.extras import install_command
 from stepprune_jax.registry import resolve_pruner
-from stepprune_jax.user_input import expect, naming
+from stepprune_jax.user_input import UserError, expect, naming
 
-_NAME = "stepprune-demo"
 # Shipped models and their names on the page.
 _SMALL_MODELS = {
     "shapes": "The small LLaVA of the shapes world",
@@ -37,22 +37,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
-    add = parser.add_argument
-    model_flags.add_model_flags(add, model="shapes")
-    help_text = "policy file, shipped name, or hub:owner/name; may be repeated"
-    add("--policy", action="append", default=[], help=help_text)
-    help_text = "FILE.py:CLASS, a pruner to offer beside the built-in ones; may be repeated"
-    add("--pruner", action="append", default=[], help=help_text)
-    help_text = "default: float32 for a small model of the shapes world, otherwise bfloat16"
-    add("--dtype", choices=DTYPES, help=help_text)
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=7860, help="port to listen on")
-    flags = parser.parse_args(argv)
+    flags = parse(argv)
     try:
         from stepprune_jax.demo.app import build, serve
     except ImportError as error:
-        parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
+        message = f"the page needs Gradio ({error}): {install_command('demo')}"
+        raise UserError(message) from error
     check_address(flags.host, flags.port)
     for pruner_text in flags.pruner:
         name = resolve_pruner(pruner_text)
@@ -78,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,11 @@ import jax
 from tqdm import tqdm
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.cli.command_line import exit_with, file_to_write
+from stepprune_jax.cli.flags.efficiency import NAME, parse
 from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.measure import Bench, BenchInputs, BenchRow
-from stepprune_jax.efficiency.model_shapes import KNOWN, find_backbone
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.efficiency.rows import (
     UNPRUNED,
     default_rows,
@@ -54,13 +55,10 @@ from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.int8 import WEIGHTS
-from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import prepare_to_answer
-from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.user_input import expect
 
-_NAME = "stepprune-efficiency"
 # Flags that are saved with the results.
 _SAVED_FLAGS = (
     "dtype",
@@ -105,37 +103,6 @@ def _format_spread(values: Sequence[float]) -> str:
     """Formats a median, a minimum and a maximum as "median (minimum, maximum)"."""
     median, minimum, maximum = values
     return f"{median:.3g} ({minimum:.3g}, {maximum:.3g})"
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the flags; exits with an error message if --json and --dry_run are both missing."""
-    parser = Parser(prog=_NAME, module_docstring=__doc__)
-    add, positive = parser.add_argument, integer_from(1)
-    add("--model", default="mid", help=f"{', '.join(KNOWN)}, or a config.json")
-    help_text = "visual tokens of each image, for Qwen2.5-VL and Qwen3-VL"
-    add("--tokens", type=positive, default=576, help=help_text)
-    add("--json", help="file for the results")
-    add("--dry_run", action="store_true", help="count operations and exit")
-    help_text = "rows, such as all cls@64 'stepprune@64 group=4'; default: every pruner"
-    add("--rows", nargs="+", help=help_text)
-    add("--batch", type=positive, nargs="+", default=[1, 8])
-    dtypes = ["float32", "bfloat16"]
-    add("--dtype", choices=dtypes, default="float32")
-    help_text = "int8: quantize the matrices of the language model"
-    add("--weights", choices=WEIGHTS, default="full", help=help_text)
-    add("--policy_dtype", choices=dtypes, default="float32")
-    add("--decoder_layers", type=positive, default=PolicyConfig().decoder_layers)
-    add("--text", type=positive, default=64, help="text tokens of each prompt")
-    help_text = "tokens to decode after the first token"
-    add("--new_tokens", type=positive, default=16, help=help_text)
-    add("--attention", choices=ATTENTIONS, default=Execution().attention)
-    add("--rounds", type=positive, default=5, help="measurements of every row")
-    help_text = "also time the last row in two new processes, without and with stored programs"
-    add("--first_answer", action="store_true", help=help_text)
-    flags = parser.parse_args(arguments)
-    if not (flags.json or flags.dry_run):
-        parser.error("the following arguments are required: --json, or --dry_run")
-    return flags
 
 
 def _read_flags(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], RunOptions]:
@@ -323,7 +290,7 @@ def _measure_first_answers(flags: argparse.Namespace, row_name: str) -> dict[str
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,20 @@ from pathlib import Path
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
 from stepprune_jax.cli import command_line
+from stepprune_jax.cli.choices import STAGES
+from stepprune_jax.cli.flags.evaluate import NAME, build_parser
 from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.formats import as_markdown, write_table
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
-from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
+from stepprune_jax.evaluation.names import without_learned_stop
+from stepprune_jax.evaluation.scores import SCORES, score_files, score_hard
+from stepprune_jax.evaluation.settings import EvaluationRun, read_seed
+from stepprune_jax.evaluation.table import merge_scores
 from stepprune_jax.extras import need
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import UserError, expect, local_path, one_line
 from stepprune_jax.workdir.lock import locked
 
-STAGES = ("generate", "convert", "score")
-_NAME = "eval.py"
 SUBMISSIONS = "submissions"
 REPORT = "report"
 
@@ -49,21 +51,42 @@ def evaluate(
 
     Raises:
         UserError: a stage is unknown.
+        KeyboardInterrupt: Ctrl-C stopped the stage generate. If the stage score is requested, the
+            report of the answers so far has been written.
     """
     workdir = local_path(workdir)
     is_valid = bool(stages) and {*stages} <= {*STAGES}
     expect("--stages", ",".join(stages), is_valid, ", ".join(STAGES))
     if "score" in stages:
         need("matplotlib", "the report has figures")
+    if "convert" in stages:
+        for benchmark_name in run.eval.benchmark_names:
+            BENCHMARKS[benchmark_name].check_packages()
     with locked(workdir):
         if "generate" in stages:
-            generate_answers(run, workdir, policy=policy)
+            try:
+                generate_answers(run, workdir, policy=policy)
+            except KeyboardInterrupt:
+                if "score" in stages and distributed.is_main():
+                    _report_stopped_run(run, workdir, command, policy)
+                raise
         if not distributed.is_main():
             return
         if "convert" in stages:
             convert_answers(run, workdir)
         if "score" in stages:
-            report_answers(run, workdir, command)
+            report_answers(run, workdir, command, policy)
+
+
+def _report_stopped_run(
+    run: EvaluationRun, workdir: Path, command: str | None, policy: str | Path | None
+) -> None:
+    """Writes the report of the answers of a stopped run, if there is one."""
+    try:
+        report_answers(run, workdir, command, policy)
+    except FileNotFoundError:  # there is no answer yet
+        return
+    print("stopped: this report covers the answers so far; the same command continues")
 
 
 def convert_answers(run: EvaluationRun, workdir: Path) -> None:
@@ -98,13 +121,16 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
             print(f"wrote {out}")
 
 
-def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> None:
+def report_answers(
+    run: EvaluationRun, workdir: Path, command: str | None, policy: str | Path | None = None
+) -> None:
     """Scores all answers, and writes scores.json, the table and the page to workdir/report.
 
     Args:
         run: the configuration of the evaluation.
         workdir: folder with the answers.
         command: the command line that the page shows; None shows no command.
+        policy: policy instead of the run's policy, as --policy names it.
 
     Raises:
         FileNotFoundError: there is no answer file.
@@ -117,10 +143,19 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     if not any(files.values()):
         problem = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
         raise FileNotFoundError(f"{problem}: run the stage generate")
+    # A policy may be on the hub, so its seed is read once for all its rows.
+    seed_of_row: dict[str, int | None] = {}
+
+    def seed_of(file: AnswerFile) -> int | None:
+        method = file.provenance.method
+        if method not in seed_of_row:
+            seed_of_row[method] = read_seed(run.eval, file.provenance, workdir, policy)
+        return seed_of_row[method]
+
     scores = {
-        file.path: score_file(file, run.root(name), run.seed)
+        path: score
         for name in names
-        for file in files[name]
+        for path, score in score_files(files[name], run.root(name), seed_of).items()
     }
     benchmarks = []
     for name in names:
@@ -137,7 +172,14 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     report_folder.mkdir(parents=True, exist_ok=True)
     write_json(report_folder / SCORES, [*scores.values()])
     table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
-    table = table._replace(remarks=run.eval.remarks)
+    row_names = {without_learned_stop(row.method) for row in table.rows}
+    # A row of `rows` is a policy of another run, so a note names its file.
+    policy_notes = [
+        f"{label} is the policy {file}"
+        for label, file in run.eval.rows.items()
+        if label in row_names
+    ]
+    table = table._replace(remarks=(*run.eval.remarks, *policy_notes))
     write_table(report_folder, table)
     print(as_markdown(table), end="")
     file, num_examples = report_folder / NAME, run.eval.samples
@@ -174,14 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments; None reads the arguments of the process.
     """
-    name = command_line.program(_NAME)
-    parser = command_line.Parser(prog=name, description=__doc__, compiles=True)
-    command_line.add_config(parser)
-    help_text = "policy to use instead of the run's: a file, a shipped name, or hub:owner/name"
-    parser.add_argument("--policy", help=help_text)
-    stages = ",".join(STAGES)
-    parser.add_argument("--stages", default=stages, help=f"comma-separated list of {stages}")
-    flags, run = command_line.read_config(parser, arguments, EvaluationRun)
+    flags, run = command_line.read_config(build_parser(), arguments, EvaluationRun)
     distributed.use_cores(run.cpu_devices)
     distributed.start()
     stages, command = flags.stages.split(","), command_line.command()
@@ -190,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    command_line.exit_with(_NAME, main, progress="stdout")
+    command_line.exit_with(NAME, main, progress="stdout")
 
 
 if __name__ == "__main__":

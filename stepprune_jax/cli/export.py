@@ -7,6 +7,7 @@ This command writes release/policy.safetensors, which `stepprune-generate` and `
 `--push owner/name` uploads both files to the Hugging Face hub, for `--policy hub:owner/name`.
 """
 
+import dataclasses
 import json
 import string
 from collections.abc import Sequence
@@ -17,19 +18,22 @@ import numpy as np
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_config, save_policy
-from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with
+from stepprune_jax.cli.command_line import check_creatable, exit_with
+from stepprune_jax.cli.flags.export import NAME, parse
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import count_weights
 from stepprune_jax.registry import selector_of
 from stepprune_jax.selectors import Policy, TrainedPruner
 from stepprune_jax.selectors.calibration import Calibration
-from stepprune_jax.settings import is_number
+from stepprune_jax.settings import Settings, is_number
+from stepprune_jax.training.objectives import RlooObjective
+from stepprune_jax.training.recipes import Auto
+from stepprune_jax.training.settings import Run, read_former_recipe
 from stepprune_jax.user_input import UserError, expect, local_path
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
-_NAME = "stepprune-export"
 CARD = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 # Log files whose last row the card shows, and the row's title in the card.
@@ -69,6 +73,8 @@ def export(
     provenance = {
         "step": step,
         **{name: run_metadata[name] for name in ("config", "model", "data")},
+        # The recipe "auto" stores its choice.
+        **({"begin": run_metadata["begin"]} if "begin" in run_metadata else {}),
     }
     card = model_card(policy, provenance, last_metrics(workdir, step), target)
     path = save_policy(policy, out / POLICY_FILE, provenance)
@@ -156,7 +162,8 @@ def model_card(
     Args:
         policy: the exported policy.
         provenance: metadata of the policy file: "step" (number of updates), "config" (fields by
-            dotted name), and the hashes "model" and "data".
+            dotted name), the hashes "model" and "data", and for the recipe "auto" "begin", the
+            first objective that it chose.
         last_rows: result of `last_metrics`.
         target: the hub repository that the card's commands pass as --policy. None names the file.
 
@@ -190,9 +197,59 @@ def model_card(
         text_width=policy.config.text_width,
         count=f"{count_weights(policy.params):,}",
         stop_bias=f"{policy.stop_bias:g}",
+        recipe=_describe_recipe(config, provenance.get("begin")),
         figures="\n".join(metric_lines) or "None were logged.",
         config=json.dumps(config, indent=1),
     )
+
+
+def _describe_recipe(config: Json, begin: str | None) -> str:
+    """Lists the phases of a run with the values that their updates used.
+
+    Args:
+        config: settings of the run by dotted name.
+        begin: first objective that the recipe "auto" chose; None for other recipes.
+
+    Returns:
+        Markdown: a sentence about the recipe, and one item per phase.
+    """
+    groups = ("optimizer", "rloo", "warm_start", config.get("method", "stepprune"))
+    names = ("method", "recipe", "steps", "text_gate_anneal")
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in config.items()
+        if name in names or name.partition(".")[0] in (*groups, "policy")
+    }
+    try:
+        # `Run.replace` would refuse values that the recipe does not read.
+        run = Settings.replace(Run(), values)
+        assert isinstance(run, Run)
+        recipe = run.make_recipe()
+        if isinstance(recipe, Auto):
+            recipe = recipe.choose(str(read_former_recipe(begin)))
+        phases = recipe.phases(run.steps)
+    except (UserError, KeyError, TypeError):  # settings of an earlier version
+        return f"Recipe `{config.get('recipe')}`; the settings are below."
+    chosen = f", which chose `{begin}` by its trial" if begin else ""
+    lines = [f"Recipe `{run.recipe}`{chosen}:\n"]
+    for phase in phases:
+        optimizer = phase.optimizer
+        rates = f"AdamW {optimizer.lr:g} to {optimizer.final_lr:g}"
+        rates += f", Muon {optimizer.muon_lr:g}" if optimizer.muon_lr else ""
+        lines.append(
+            f"- updates {phase.first + 1} to {phase.last}: {phase.objective.title}; {rates}, "
+            f"warm-up of {optimizer.warmup} updates"
+        )
+        if isinstance(phase.objective, RlooObjective):
+            objective = phase.objective
+            fields = dataclasses.asdict(objective.settings)
+            fields |= {
+                "temperature": objective.temperature,
+                "length_weight": objective.length_weight,
+            }
+            pairs = (f"{name} {value}" for name, value in fields.items() if "lr" not in name)
+            lines[-1] += f"; {', '.join(pairs)}"
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -201,16 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, module_docstring=__doc__)
-    parser.add_argument("workdir", help="folder of a run of train.py")
-    parser.add_argument("--out", required=True, help="folder to write to")
-    help_text = "default stop bias of the exported policy; a higher bias keeps fewer tokens"
-    parser.add_argument("--stop_bias", type=float, default=0.0, help=help_text)
-    help_text = "upload both files to the Hugging Face hub"
-    parser.add_argument("--push", metavar="OWNER/NAME", help=help_text)
-    help_text = "with --push: create a private repository"
-    parser.add_argument("--private", action="store_true", help=help_text)
-    flags = parser.parse_args(argv)
+    flags = parse(argv)
     if flags.private and flags.push is None:
         raise UserError("--private is given without --push, expected both or neither")
     target = None
@@ -228,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ from stepprune_jax.checkpoints.identity import load_policy_for, model_identity, 
 from stepprune_jax.checkpoints.load import load_params, make_vlm
 from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.batch import answer_file, unanswered_questions
-from stepprune_jax.cli.command_line import Parser, StoreOnce, exit_with, file_to_write, integer_from
+from stepprune_jax.cli.command_line import exit_with
+from stepprune_jax.cli.flags.generate import BATCH_SIZE, NAME, parse
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
+from stepprune_jax.data.videos import Video
 from stepprune_jax.extras import need
 from stepprune_jax.inference.base import PrefillResult, RunOptions
 from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
@@ -39,14 +41,11 @@ from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.timing import timed_answer
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import POSITIONS, Budget, Pruner
+from stepprune_jax.parallel.sharding import build_mesh
+from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.registry import build_pruner, read_options, resolve_pruner, user_digest
 from stepprune_jax.selectors import TrainedPruner
-from stepprune_jax.user_input import UserError, expect, local_path, one_line
-
-_NAME = "stepprune-generate"
-_BATCH_SIZE = 8
+from stepprune_jax.user_input import UserError, one_line
 
 
 class _Job(NamedTuple):
@@ -55,7 +54,7 @@ class _Job(NamedTuple):
     Attributes:
         generator: model, pruner and settings of the answers.
         request: tokenized `--prompt` with the preprocessed images of `--image`.
-        images: the decoded images for a conversation or an overlay; otherwise empty.
+        images: the videos, and the decoded images for a conversation or an overlay.
         system: system prompt; None for the system prompt of the model's template.
         settings: the flags that determine answers, for the output.
         questions: the questions of `--questions` that the file `--out` does not yet answer. Keys
@@ -64,107 +63,10 @@ class _Job(NamedTuple):
 
     generator: Generator
     request: Request
-    images: list[Image.Image]
+    images: list[Image.Image | Video]
     system: str | None
     settings: JsonObject
     questions: dict[int, Question]
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats the help of a command. Shows defaults except None, False and empty lists."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = action.default not in (None, False, [])
-        return super()._get_help_string(action) if has_default else action.help
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line, with the flags in groups."""
-    parser = Parser(prog=_NAME, module_docstring=__doc__, formatter_class=_Help, compiles=True)
-    add = parser.add_argument_group("model").add_argument
-    model_flags.add_model_flags(add)
-    add = parser.add_argument_group("questions").add_argument
-    add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
-    help_text = "the question; with --interactive, the first question"
-    add("--prompt", action=StoreOnce, help=help_text)
-    add("--system", help="system prompt, which replaces the prompt of the model's template")
-    add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    help_text = "file of questions: lines with question_id, image and text"
-    add("--questions", type=local_path, metavar="FILE.jsonl", help=help_text)
-    help_text = "folder of the images of --questions; default: the folder of the file"
-    add("--image_folder", type=local_path, help=help_text)
-    help_text = f"with --questions: questions per batch; default: {_BATCH_SIZE}"
-    add("--batch_size", type=integer_from(1), help=help_text)
-    add = parser.add_argument_group("pruning").add_argument
-    model_flags.add_pruner_flags(add)
-    add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
-    help_text = "bias of the policy's stop logits; replaces the bias in the policy file"
-    add("--stop_bias", type=float, help=help_text)
-    add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
-    add = parser.add_argument_group("answers").add_argument
-    add("--max_tokens", type=int, default=128, help="length limit of the answer")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    add("--top_p", type=float, default=1.0, help="probability mass to sample from")
-    add("--repetition_penalty", type=float, help="1: no penalty; default: from the model folder")
-    add("--seed", type=int, default=0, help="seed of the sampling")
-    add = parser.add_argument_group("machine").add_argument
-    model_flags.add_execution_flags(add)
-    add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
-    add = parser.add_argument_group("results").add_argument
-    help_text = "file for the answers to --questions; the command continues an existing file"
-    add("--out", metavar="FILE.jsonl", help=help_text)
-    add("--json", action="store_true", help="print one JSON object instead of the text")
-    add("--overlay", metavar="FILE.png", help="draw the kept tokens in order of selection")
-    add("--trace", metavar="FILE.npz", help="write the kept tokens of each stage, and the logits")
-    return parser
-
-
-def _check_flags(flags: argparse.Namespace) -> None:
-    """Raises a UserError if flags contradict each other, or a result file cannot be written."""
-    names = ("budget", "mean_budget", "stop_bias")
-    budget_flags = [f"--{name}" for name in names if getattr(flags, name) is not None]
-    has_mean = flags.mean_budget is not None or (flags.budget or "").startswith("mean:")
-    if has_mean and len(budget_flags) > 1:  # A mean budget determines the stop bias.
-        raise UserError(f"{' and '.join(budget_flags)} are given, expected one of them")
-    if flags.questions is not None or flags.out is not None:
-        _check_question_flags(flags)
-        return
-    for name in ("image_folder", "batch_size"):
-        if getattr(flags, name) is not None:
-            raise UserError(f"--{name} requires --questions")
-    if flags.prompt is None and not flags.interactive:
-        raise UserError("--prompt is missing (or --interactive, to read questions from stdin)")
-    if flags.json and flags.interactive:
-        raise UserError("--json answers one --prompt, expected no --interactive")
-    if flags.overlay is not None and (flags.interactive or not flags.image):
-        raise UserError("--overlay requires one --prompt and at least one --image")
-    if flags.trace is not None and not flags.json:
-        raise UserError("--trace requires --json")
-    result_files = ("--overlay", flags.overlay, ".png"), ("--trace", flags.trace, ".npz")
-    for flag, file, suffix in result_files:
-        is_valid = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
-        expect(flag, file, is_valid, f"a {suffix} file in an existing folder")
-
-
-def _check_question_flags(flags: argparse.Namespace) -> None:
-    """Checks the flags of a command with `--questions`, and sets flags.out and flags.image_folder.
-
-    A file of questions is answered greedily.
-
-    Raises:
-        UserError: a flag does not apply to a file of questions.
-    """
-    if flags.questions is None or flags.out is None:
-        raise UserError("--questions and --out are given together: questions, and where answers go")
-    excluded_flags = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
-    excluded_flags += ("temperature", "top_p", "repetition_penalty", "seed")
-    parser = _build_parser()
-    for name in excluded_flags:
-        if getattr(flags, name) != parser.get_default(name):
-            message = f"--{name} does not belong to --questions, which is answered greedily"
-            raise UserError(message)
-    flags.out = file_to_write("--out", flags.out)
-    flags.image_folder = flags.image_folder or flags.questions.parent
 
 
 def _read_job(flags: argparse.Namespace) -> _Job:
@@ -181,7 +83,8 @@ def _read_job(flags: argparse.Namespace) -> _Job:
     Raises:
         UserError: a flag is invalid, or does not suit the model.
     """
-    _check_flags(flags)
+    if flags.overlay is not None:
+        need("matplotlib", "--overlay draws")
     flags.pruner = resolve_pruner(flags.pruner)
     source = folders.inspect_folder(flags.model, **model_flags.image_options(flags))
     policy = None if flags.policy is None else load_policy_for(source, flags.policy)
@@ -189,15 +92,18 @@ def _read_job(flags: argparse.Namespace) -> _Job:
     # Without --prompt, a placeholder checks the images and the system prompt.
     prompt = "?" if flags.prompt is None else flags.prompt
     # Images are paths here, so error messages name the file.
-    request = generator.read([prompt], [flags.image], system=flags.system)
+    videos = [Video(path, flags.fps, flags.num_frames) for path in flags.video]
+    request = generator.read([prompt], [[*videos, *flags.image]], system=flags.system)
     settings, questions = _answer_settings(flags, generator.pruner), {}
-    if flags.overlay is not None:
-        need("matplotlib", "--overlay draws")
     needs_images = flags.interactive or flags.overlay is not None
     images = [open_image(path, as_shown=True) for path in flags.image] if needs_images else []
+    images = [*videos, *images]
     mesh = None if flags.mesh is None else build_mesh(flags.mesh)
     if flags.questions is not None:
-        all_questions = read_questions(flags.questions, flags.image_folder)
+        sampling = {"fps": flags.fps, "num_frames": flags.num_frames}
+        all_questions = read_questions(flags.questions, flags.image_folder, **sampling)
+        if any(question.video is not None for question in all_questions):
+            settings |= sampling
         settings["weights"] = model_identity(source)[:16]  # Downloads the weights of a hub model.
         settings["policy_weights"] = None if policy is None else policy_digest(policy)
         questions = unanswered_questions(flags.out, all_questions, flags.image_folder, settings)
@@ -309,7 +215,7 @@ def _converse(job: _Job, first_question: str | None) -> None:
             request = job.generator.read([turns], [job.images], system=job.system)
             answer = _stream_answer(job, request)
         except UserError as error:
-            print(f"{_NAME}: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"{NAME}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
         previous_turns += [question, answer.text]
 
@@ -327,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # The user sees warnings without the line of code that Python would add.
         warnings.showwarning = show_warning
-        _execute(_build_parser().parse_args(arguments))
+        _execute(parse(arguments))
 
 
 def _execute(flags: argparse.Namespace) -> None:
@@ -346,7 +252,7 @@ def _execute(flags: argparse.Namespace) -> None:
             folder=flags.image_folder,
             out=flags.out,
             provenance=job.settings,
-            batch_size=flags.batch_size or _BATCH_SIZE,
+            batch_size=flags.batch_size or BATCH_SIZE,
         )
     elif flags.interactive:
         _converse(job, flags.prompt)
@@ -358,7 +264,8 @@ def _execute(flags: argparse.Namespace) -> None:
 
             with file_named(Path(flags.overlay)):
                 model = job.generator.model
-                draw_answer(flags.overlay, model, job.images, flags.prompt, answer)
+                images = [image for image in job.images if not isinstance(image, Video)]
+                draw_answer(flags.overlay, model, images, flags.prompt, answer)
 
 
 def _print_json(job: _Job, trace_file: str | None) -> Answer:
@@ -389,7 +296,7 @@ def _print_json(job: _Job, trace_file: str | None) -> Answer:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from stepprune_jax.models.int8 import WEIGHTS
-from stepprune_jax.models.stack import ATTENTIONS
-from stepprune_jax.registry import PRUNERS
+from stepprune_jax.cli.choices import ATTENTIONS, PRUNERS, WEIGHTS
 
 # The method `add_argument` of a parser or of an argument group.
 AddArgument = Callable[..., Any]

@@ -3,31 +3,14 @@
 stepprune-score pope --data playground/data/eval --answers A.jsonl
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
-from stepprune_jax.benchmarks.layout import DATA
-from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write
+from stepprune_jax.cli.command_line import exit_with, file_to_write
+from stepprune_jax.cli.flags.score import NAME, parse
 from stepprune_jax.data.json_files import JsonObject, write_json
 from stepprune_jax.user_input import one_line
-
-_NAME = "stepprune-score"
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    """Builds a parser with one sub-command per benchmark."""
-    parser = Parser(prog=_NAME, module_docstring=__doc__)
-    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name, benchmark in BENCHMARKS.items():
-        add = commands.add_parser(name, help=benchmark.headline).add_argument
-        add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
-        add("--answers", required=True, help="answer file, JSON lines")
-        add("--json", help="file for headline, parts and warnings")
-        for option, values in benchmark.options.items():
-            add(f"--{option}", choices=values, default=values[0], help=f"default: {values[0]}")
-    return parser
 
 
 def _format_numbers(numbers: JsonObject, prefix: str = "") -> list[str]:
@@ -68,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    flags = _build_parser().parse_args(argv)
+    flags = parse(argv)
     benchmark = BENCHMARKS[flags.benchmark]
     options = {name: getattr(flags, name) for name in benchmark.options}
     json_file = file_to_write("--json", flags.json) if flags.json else None
@@ -80,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ Without `--engine`, this process runs the language model itself.
 """
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import jax.numpy as jnp
 import uvicorn
@@ -19,10 +19,12 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli import model_flags
-from stepprune_jax.cli.command_line import Parser, check_address, exit_with, integer_from
+from stepprune_jax.cli.command_line import exit_with
+from stepprune_jax.cli.flags.serve import NAME, parse
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.pruning import POSITIONS, Budget
+from stepprune_jax.policy.buckets import bucket_ladder
+from stepprune_jax.pruning import Budget
 from stepprune_jax.registry import resolve_pruner
 from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.batching import Metrics
@@ -31,60 +33,12 @@ from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import LocalBackend
 from stepprune_jax.serving.messages import Defaults, RequestParser, check_defaults
 from stepprune_jax.serving.warm_up import Extent, warm_up
-from stepprune_jax.user_input import UserError, expect, local_path
+from stepprune_jax.user_input import UserError, expect, naming
 
-_NAME = "stepprune-serve"
 # Seconds that a connection may be idle. A shorter time would close connections that a busy client
 # is about to use again.
 KEEP_ALIVE = 75
 _logger = logging.getLogger("stepprune_jax.serving")  # __name__ may be "__main__".
-
-
-def _build_parser() -> Parser:
-    """Builds the parser of the command line, with the flags in groups."""
-    parser = Parser(prog=_NAME, module_docstring=__doc__, compiles=True)
-    add = parser.add_argument_group("model").add_argument
-    model_flags.add_model_flags(add)
-    add("--name", help="the model's name in requests; default: the last part of --model")
-    model_flags.add_execution_flags(add)
-    add = parser.add_argument_group("defaults of a request").add_argument
-    model_flags.add_pruner_flags(add)
-    help_text = "position ids of kept tokens; default: compact with an engine, otherwise own"
-    add("--positions", choices=POSITIONS, help=help_text)
-    add("--max_tokens", type=integer_from(1), default=128, help="length limit of answers")
-    add = parser.add_argument_group("engine").add_argument
-    help_text = "address of a server such as vLLM that runs the language model"
-    add("--engine", metavar="http://HOST:PORT", help=help_text)
-    help_text = "seconds to wait for the engine's next token"
-    add("--engine_timeout", type=float, default=60.0, help=help_text)
-    add = parser.add_argument_group("service").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8080, help="port to listen on")
-    help_text = "origins of web pages that may send requests: http://HOST:PORT, or * for all pages"
-    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=help_text)
-    help_text = "largest number of requests in a batch"
-    add("--batch_size", type=integer_from(1), default=8, help=help_text)
-    help_text = "longest time that a request waits for its batch to fill"
-    add("--batch_wait_ms", type=float, default=5.0, help=help_text)
-    add = parser.add_argument_group("warm-up").add_argument
-    help_text = "compile all programs for images up to this size before the server listens; "
-    help_text += "LLaVA and LLaVA-NeXT need no size"
-    add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=help_text)
-    help_text = "with --warm_up: number of tokens of the longest text of a prompt"
-    add("--warm_up_text", type=integer_from(1), default=128, help=help_text)
-    add = parser.add_argument_group("limits").add_argument
-    help_text = "largest number of requests at a time; further requests get status 429"
-    add("--queue", type=integer_from(1), default=128, help=help_text)
-    help_text = "largest size of a request, and of an image file"
-    add("--max_megabytes", type=integer_from(1), default=16, help=help_text)
-    add("--max_megapixels", type=integer_from(1), default=50, help="largest size of an image")
-    help_text = "largest number of images in a request"
-    add("--max_images", type=integer_from(1), default=8, help=help_text)
-    add("--image_folder", help="requests may name files inside this folder as file://NAME")
-    help_text = "let special tokens in a request's text, such as <|im_end|>, act as in the "
-    help_text += "template; by default they are plain text"
-    add("--allow_special_tokens", action="store_true", help=help_text)
-    return parser
 
 
 def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
@@ -99,8 +53,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     Raises:
         UserError: a flag is invalid, contradicts another flag, or does not suit the model.
     """
-    flags = _build_parser().parse_args(argv)
-    _check_flags(flags)
+    flags = parse(argv)
     has_engine = flags.engine is not None
     source = inspect_folder(flags.model, **model_flags.image_options(flags))
     if has_engine and source.config.num_deepstack_layers:
@@ -119,6 +72,10 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         execution=Execution(attention=flags.attention),
     )
     check_defaults(source.config, defaults, engine=has_engine)
+    for warm_up_budget in () if extent is None else extent.budgets:
+        with naming("--warm_up_budgets"):
+            settings = dataclasses.replace(defaults, budget=warm_up_budget)
+            check_defaults(source.config, settings, engine=has_engine)
     model = load_vlm(
         flags.model,
         dtype=jnp.dtype(flags.dtype),
@@ -144,35 +101,13 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     if extent is not None:
         warm_up(parser, backend, extent)
     _logger.info("serving %s on http://%s:%s/v1", parser.name, flags.host, flags.port)
-    app = ChatApp(parser, backend, metrics, flags.queue).app(flags.cors)
-    return app, flags.host, flags.port
-
-
-def _check_flags(flags: argparse.Namespace) -> None:
-    """Raises a UserError for flags that are out of range or contradict each other."""
-    if flags.mean_budget is not None and flags.budget is not None:
-        raise UserError("--budget and --mean_budget are both given, expected only one of them")
-    if flags.engine is not None and flags.weights != "full":
-        problem = f"--weights {flags.weights} applies to a language model in this process"
-        raise UserError(f"{problem}, expected no --engine")
-    folder = _request_limits(flags).folder
-    if folder is not None and not folder.is_dir():
-        raise UserError(f"--image_folder {folder} is not a folder, expected an existing folder")
-    for name, is_valid, expected in (
-        ("engine", flags.engine is None or _is_address(flags.engine), "http://HOST:PORT"),
-        ("engine_timeout", flags.engine_timeout > 0, "seconds above 0"),
-        ("batch_wait_ms", 0 <= flags.batch_wait_ms <= 60_000, "0 to 60000"),
-    ):
-        expect(f"--{name}", getattr(flags, name), is_valid, expected)
-    for origin in flags.cors:
-        has_path = origin.count("/") > 2  # "http://" has two slashes.
-        is_valid = origin == "*" or (_is_address(origin) and not has_path)
-        expect("--cors", origin, is_valid, "http://HOST:PORT without a path, or *")
-    check_address(flags.host, flags.port)
+    options = {"api_key": flags.api_key, "logs_requests": flags.log_requests}
+    app = ChatApp(parser, backend, metrics, flags.queue, **options)
+    return app.app(flags.cors), flags.host, flags.port
 
 
 def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | None:
-    """Parses `--warm_up` and `--warm_up_text`.
+    """Parses the flags of the warm-up.
 
     Args:
         flags: the parsed flags.
@@ -193,7 +128,10 @@ def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | 
     expected = "the size of the largest image as WIDTHxHEIGHT, such as 1344x1344"
     expect("--warm_up", flags.warm_up, is_valid, expected)
     image_size = (int(width), int(height)) if is_size else (1, 1)  # (1, 1) is not used.
-    return Extent(image_size, flags.warm_up_text)
+    budgets = flags.warm_up_budgets
+    if budgets == []:  # Without a value, the flag selects all padded sizes.
+        budgets = [str(size) for size in bucket_ladder(config.max_image_tokens)]
+    return Extent(image_size, flags.warm_up_text, tuple(budgets or ()))
 
 
 def _request_limits(flags: argparse.Namespace) -> RequestLimits:
@@ -202,17 +140,8 @@ def _request_limits(flags: argparse.Namespace) -> RequestLimits:
         bytes=flags.max_megabytes << 20,
         pixels=flags.max_megapixels * 10**6,
         images=flags.max_images,
-        folder=None if flags.image_folder is None else local_path(flags.image_folder),
+        folder=flags.image_folder,
     )
-
-
-def _is_address(text: str) -> bool:
-    """Returns whether a text is the HTTP address of a server, such as http://127.0.0.1:8000."""
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # The port is not a number.
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -235,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Merges the tables of runs on the same questions: `stepprune-table RUN...`."""
+"""Merges the tables of runs on the same questions: `stepprune-table RUN...`.
+
+`--mean` averages runs with different seeds, and `--cite` prints the BibTeX entries of the methods.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import exit_with
+from stepprune_jax.cli.flags.table import NAME, parse
+from stepprune_jax.evaluation.citations import PAPERS, cite
+from stepprune_jax.evaluation.formats import as_markdown, write_table
 from stepprune_jax.evaluation.scores import read_scores
-from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
-
-_NAME = "stepprune-table"
+from stepprune_jax.evaluation.seeds import average_seeds
+from stepprune_jax.evaluation.table import merge_scores
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.user_input import expect
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -16,20 +23,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
-    parser = Parser(prog=_NAME, module_docstring=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
-    parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
-    flags = parser.parse_args(argv)
+    flags = parse(argv)
     names = [str(Path(run)) for run in flags.runs]
-    table = merge_scores({name: read_scores(name) for name in names})
+    if flags.cite and not names:
+        labels = [method.label for method in PRUNERS.values() if method.name in PAPERS]
+        print(cite(labels), end="")
+        return
+    expect("RUN", "missing", bool(names), "at least one folder of a run of eval.py")
+    runs = {name: read_scores(name) for name in names}
+    table = merge_scores(average_seeds(runs) if flags.mean else runs)
     if flags.out is not None:
         write_table(Path(flags.out), table)
-    print(as_markdown(table), end="")
+    if flags.cite:
+        print(cite([row.method for row in table.rows]), end="")
+    else:
+        print(as_markdown(table), end="")
 
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main)
+    exit_with(NAME, main)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,14 @@ each with the same command (docs/devices.md).
 
 from collections.abc import Sequence
 
-from stepprune_jax.cli.command_line import (
-    Parser,
-    add_config,
-    exit_with,
-    program,
-    read_config,
-    signal_status,
-)
+from stepprune_jax.cli.command_line import exit_with, read_config, signal_status
+from stepprune_jax.cli.flags.train import NAME, build_parser
 from stepprune_jax.parallel import distributed
 from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
 from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.run import train
 from stepprune_jax.training.settings import Run
 from stepprune_jax.user_input import UserError
-
-_NAME = "train.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,14 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 128 plus the number of the signal that stopped the run.
     """
-    parser = Parser(prog=program(_NAME), description=__doc__, compiles=True)
-    add_config(parser)
-    help_text = "check configuration and data, report memory, operations and hours, and exit"
-    parser.add_argument("--dry_run", action="store_true", help=help_text)
-    help_text = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
-    parser.add_argument("--target", help=help_text)
-    parser.add_argument("--profile", metavar="FIRST:LAST", help="updates to profile, from 1")
-    flags, run = read_config(parser, arguments, Run)
+    flags, run = read_config(build_parser(), arguments, Run)
     if flags.dry_run:
         if flags.profile is not None:
             raise UserError("--profile does not belong to --dry_run")
@@ -60,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> None:
     """Runs the command and exits with its status."""
-    exit_with(_NAME, main, progress="stdout")
+    exit_with(NAME, main, progress="stdout")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ class ImagePathError(UserError):
     """Raised for an image whose path leaves its folder."""
 
 
-def image_name(json_object: Mapping[str, object], place: str) -> str:
+def image_name(json_object: Mapping[str, object], place: str, field_name: str = "image") -> str:
     """Returns the field "image" of a JSON object, and checks that it is a safe relative path.
 
     Args:
         json_object: the fields of the object by name.
         place: file and line of the object, for messages.
+        field_name: "image", or "video" for the name of a video.
 
     Returns:
         The path of the image relative to the image folder.
@@ -40,22 +41,23 @@ def image_name(json_object: Mapping[str, object], place: str) -> str:
         ImagePathError: the path leaves the folder.
         ValueError: the field is missing or is not text.
     """
-    name = words(json_object, "image", place, "the name of one image")
+    name = words(json_object, field_name, place, f"the name of one {field_name}")
     is_outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
     if is_outside or os.path.isabs(name) or PureWindowsPath(name).drive:
         raise ImagePathError(
-            f'{place}: "image" must be a path inside the image folder, got {name!r}'
+            f'{place}: "{field_name}" must be a path inside the image folder, got {name!r}'
         )
     return name
 
 
-def existing_image(root: str | Path, name: str, place: str) -> Path:
+def existing_image(root: str | Path, name: str, place: str, field_name: str = "image") -> Path:
     """Returns the path of an image, which must exist. A symbolic link may lead out of `root`.
 
     Args:
         root: the image folder.
         name: path of the image relative to the folder.
         place: file and line that name the image, for messages.
+        field_name: "image", or "video" for a video.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -63,7 +65,7 @@ def existing_image(root: str | Path, name: str, place: str) -> Path:
     path = Path(root) / name
     if not os.path.isfile(path):  # also False for names that no file can have
         hint = "" if os.path.isdir(root) else ", and the image folder does not exist"
-        raise FileNotFoundError(f'{place}: "image": no file at {path}{hint}')
+        raise FileNotFoundError(f'{place}: "{field_name}": no file at {path}{hint}')
     return path
 
 

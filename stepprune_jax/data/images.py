@@ -28,7 +28,7 @@ _NON_IMAGE_FILES = (
     ),
     (
         rb"....ftyp|....moov|\x1aE\xdf\xa3|RIFF....AVI |\x00\x00\x01[\xb3\xba]|FLV",
-        "is a video; expected an image, as videos are not supported",
+        "is a video; expected an image (videos are given as Video, or --video)",
     ),
     (rb"version https://git-lfs", "is a pointer of Git LFS: run `git lfs pull` to get the image"),
     (rb"\s*<(!doctype html|html)", "is a web page; expected an image: download it again"),

@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepprune_jax.data.image_files import existing_image, image_name
 from stepprune_jax.data.json_files import (
@@ -25,7 +25,7 @@ from stepprune_jax.user_input import UserError, require
 # Fields of other programs' formats that change the meaning of a sample, with the supported way to
 # express it. Ignoring these fields would train on the wrong samples.
 _UNSUPPORTED_FIELDS = {
-    **dict.fromkeys(("images", "video", "videos"), '"image" with the name of one image, or none'),
+    **dict.fromkeys(("images", "videos"), '"image" with the name of one image, or none'),
     **dict.fromkeys(("system", "system_prompt"), "the model's own system prompt"),
 }
 # Mark of a video in files of Video-LLaVA, LLaVA-Video and LLaMA-Factory.
@@ -47,19 +47,21 @@ class Conversation(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One question about an image.
+    """One question about an image or a video.
 
     Attributes:
         question_id: id of the question, unique in the question file.
-        image: path of the image.
+        image: path of the image or the video.
         text: the user's message without an image mark.
         category: kind of question. Tables of results have a column per category.
+        video: the video, with the sampling of its frames; None for an image.
     """
 
     question_id: str
     image: Path
     text: str
     category: str
+    video: Any = None  # a `Video`, whose module needs Pillow
 
 
 def parse_conversation(entry: object, place: str) -> Conversation:
@@ -80,16 +82,28 @@ def parse_conversation(entry: object, place: str) -> Conversation:
     """
     json_object = as_object(entry, place)
     _refuse_unsupported(json_object, place)
+    if json_object.get("video"):
+        raise UserError(f'{place}: "video" is not followed: policies are trained on images')
     image = image_name(json_object, place) if json_object.get("image") is not None else None
     return Conversation(image, _read_turns(json_object, place, image is not None))
 
 
-def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
+def read_questions(
+    file: str | Path,
+    image_root: str | Path,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+) -> list[Question]:
     """Reads a question file, one JSON object per line.
+
+    A question has the field "image" or the field "video".
 
     Args:
         file: path of the question file.
-        image_root: folder that image names are relative to.
+        image_root: folder that image and video names are relative to.
+        fps: number of frames to sample of videos per second, see `Video`.
+        num_frames: number of frames to sample of each video.
 
     Returns:
         The questions in the order of the file.
@@ -104,11 +118,25 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
         place, json_object = record
         question_id = _read_unique_id(record, first_places)
         _refuse_unsupported(json_object, place)
-        text = _remove_image_marks(words(json_object, "text", place), "text", place)
+        text = words(json_object, "text", place)
+        kind = "image" if json_object.get("video") is None else "video"
+        if kind == "video":
+            require(json_object.get("image") is None, f'{place}: has both "image" and "video"')
+            text = text.replace(_VIDEO_MARK, IMAGE_MARK)
+        text = _remove_image_marks(text, "text", place)
         category = words(json_object, "category", place) if "category" in json_object else "default"
-        image = existing_image(image_root, image_name(json_object, place), place)
-        questions.append(Question(question_id, image, text, category))
+        name = image_name(json_object, place, kind)
+        image = existing_image(image_root, name, place, kind)
+        video = _make_video(image, fps, num_frames) if kind == "video" else None
+        questions.append(Question(question_id, image, text, category, video))
     return questions
+
+
+def _make_video(path: Path, fps: float | None, num_frames: int | None) -> Any:
+    """Returns a `Video`. Pillow is imported here, because scores need no Pillow."""
+    from stepprune_jax.data.videos import Video
+
+    return Video(path, fps, num_frames)
 
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
@@ -224,7 +252,7 @@ def _remove_image_marks(text: str, name: str, place: str) -> str:
     """
     # Inside a text the video mark may be HTML.
     has_video = text.lstrip().startswith(_VIDEO_MARK) or text.rstrip().endswith(f"\n{_VIDEO_MARK}")
-    require(not has_video, f'{place}: "{name}" has {_VIDEO_MARK}, but videos are not supported')
+    require(not has_video, f'{place}: "{name}" has {_VIDEO_MARK}, but the sample has no "video"')
     if IMAGE_MARK not in text:
         return text
     unmarked = text.replace(IMAGE_MARK, "").strip()

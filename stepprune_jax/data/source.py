@@ -94,7 +94,11 @@ def data_folder(data: DataSettings) -> Path:
         raise UserError("config.data.folder is empty, expected a folder with train.json, images/")
     folder = local_path(data.folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"config.data.folder: no folder {folder}")
+        raise FileNotFoundError(
+            f"config.data.folder: no folder {folder}; name yours with --config.data.folder=DIR "
+            "(docs/your-own-data.md), or draw one in a clone of the repository: python -m "
+            f"experiments.shapes --out {data.folder}"
+        )
     return folder
 
 

@@ -121,6 +121,7 @@ def compare(model: VLM, pruner: Pruner, image: Image.Image, question: str) -> Co
     request = generators[0].read([question], [image])
     full, pruned = (timed_answer(generator, request) for generator in generators)
     pruned_answer, _ = pruned
-    square = square_image(model, image, pruned_answer.grids[0], pruned_answer.kept_indices[0])
+    rows, columns = pruned_answer.grids[0]
+    square = square_image(model, image, (rows, columns), pruned_answer.kept_indices[0])
     picture = draw_panel(square.image, square.patches, square.grid, _SIDE)
     return Comparison(full, pruned, picture)

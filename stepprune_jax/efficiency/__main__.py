@@ -1,6 +1,6 @@
 """Runs the command `stepprune-efficiency` as `python -m stepprune_jax.efficiency`."""
 
-from stepprune_jax.cli.efficiency import command
+from stepprune_jax.extras import efficiency
 
 if __name__ == "__main__":
-    command()
+    efficiency()

@@ -43,7 +43,12 @@ from stepprune_jax.evaluation.calibrate import (
 )
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, TableRow
-from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
+from stepprune_jax.evaluation.settings import (
+    UNTRAINED_EXAMPLE,
+    EvaluationRun,
+    check_policies,
+    read_policies,
+)
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, milliseconds
@@ -161,8 +166,17 @@ def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
     Args:
         run: settings of the evaluation. `eval.validation_questions` limits the sample.
         name: name of a benchmark with a validation split.
+
+    Raises:
+        FileNotFoundError: the file of the split or an image is missing.
     """
     benchmark, root = BENCHMARKS[name], run.root(name)
+    if not (root / benchmark.calibration).is_file():
+        raise FileNotFoundError(
+            f"no file at {root / benchmark.calibration}: its questions calibrate the mean budgets "
+            "of policies that stop by themselves; write it as docs/your-own-data.md describes, or "
+            f"evaluate other methods: {UNTRAINED_EXAMPLE}"
+        )
     all_questions = benchmark.read_questions(root, benchmark.calibration)
     indices = spread_over(len(all_questions), run.eval.validation_questions)
     questions = [all_questions[index] for index in indices]
@@ -271,6 +285,7 @@ class Task:
             )
         rows = self._open_files(biases)
         answerer = _Answerer(self, model, batch_size, rows)
+        self._announce(rows)
         unanswered_indices = sorted(frozenset().union(*(row.unanswered for row in rows)))
         chunks = split_chunks(
             unanswered_indices,
@@ -296,6 +311,18 @@ class Task:
         distributed.main_first(merge_parts)
         ids = [self.questions[index].question_id for index in sorted(answerer.not_finite)]
         return f"{self.benchmark.name}: {listed('question', ids)}" if ids else ""
+
+    def _announce(self, rows: Sequence[_OpenRow]) -> None:
+        """Logs how many answers the task generates."""
+        num_questions, num_rows = len(self.questions), len(rows)
+        num_missing = sum(len(row.unanswered) for row in rows)
+        num_present = num_rows * num_questions - num_missing
+        present = f", of which {num_present:,} are already there" if num_present else ""
+        distributed.say(
+            f"{self.benchmark.name}: {num_rows} rows of {num_questions:,} questions are "
+            f"{num_rows * num_questions:,} answers{present}; fewer with --config.eval.methods and "
+            "--config.eval.budgets"
+        )
 
     def _open_files(self, biases: Biases) -> list[_OpenRow]:
         """Plans all rows, creates their answer files, and finds the missing answers of each file.
@@ -339,6 +366,14 @@ def _count_bound(row: TableRow, num_kept: int, num_tokens: int) -> dict[str, str
     if min_tokens >= max_tokens or min_tokens < num_kept < max_tokens:
         return {}
     return {BOUND: "T_max" if num_kept >= max_tokens else "minimum"}
+
+
+def format_duration(seconds: float) -> str:
+    """Formats a duration in seconds, minutes or hours, as in "12 min"."""
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def split_chunks(
@@ -387,6 +422,7 @@ class _Answerer:
         self._task, self._model, self._rows = task, model, rows
         self._options = task.options
         self.not_finite: set[int] = set()
+        self._has_estimated_time = False
         # Kept tokens are padded to a ladder of sizes or, if all images have the same size, to the
         # exact numbers of the rows.
         padded_counts = None
@@ -478,6 +514,27 @@ class _Answerer:
                     self.not_finite.add(index)
             append(row.file.part(jax.process_index()), objects)
             bar.update(len(indices))
+            if not self._has_estimated_time:
+                self._estimate_time(row.method.label, answers, bar)
+
+    def _estimate_time(self, label: str, answers: Answers, bar: tqdm) -> None:
+        """Logs an estimate of the time for the remaining answers, if the answers have times.
+
+        Args:
+            label: name of the row with the first answers, usually the slow row of all tokens.
+            answers: the first answers. Batches that compiled a program have no time.
+            bar: progress bar, which counts answers.
+        """
+        num_remaining = bar.total - bar.n
+        measured_seconds = answers.seconds[np.isfinite(answers.seconds)]
+        if num_remaining and len(measured_seconds):
+            self._has_estimated_time = True
+            seconds = num_remaining * float(np.mean(measured_seconds))
+            distributed.say(
+                f"{self._task.benchmark.name}: about {format_duration(seconds)} for the remaining "
+                f"{num_remaining:,} answers at the speed of {label!r}, without compilation; after "
+                "Ctrl-C, the report covers what is answered"
+            )
 
     def _make_lines(
         self, with_image: EncodedQuestions, row: TableRow, answers: Answers

@@ -4,24 +4,36 @@ A score is a JSON object. The scores of a run are stored in its report, where ta
 """
 
 import contextlib
+import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
-from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import BOUND, AnswerFile
+from stepprune_jax.benchmarks import BENCHMARKS, folder, pope
+from stepprune_jax.benchmarks.answer_files import BOUND, AnswerFile, digest
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
-from stepprune_jax.data.json_files import JsonObject, read_json_list
+from stepprune_jax.data.json_files import JsonObject, read_json_lines, read_json_list
 from stepprune_jax.evaluation.names import ALL, DOWNSAMPLED
+from stepprune_jax.evaluation.uncertainty import (
+    Outcomes,
+    pack,
+    read_outcomes,
+    score_of,
+    standard_error,
+    unpack,
+)
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import UserError
 
 SCORES = "scores.json"
 # Id and prompt of an answer, which together identify a question.
 _QuestionKey = tuple[str, object]
+# Official programs round some scores to two decimals.
+_SCORE_TOLERANCE = 0.0051
 # Fields that tables read, each with a check of its value. Users may edit or merge score files.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "benchmark": lambda value: value in BENCHMARKS,
@@ -30,7 +42,8 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "warnings": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
     "num_tokens": is_count,
     "budget": lambda value: value is None or is_count(value),
-    **dict.fromkeys(("asked", "answered", "seed"), lambda value: is_count(value, 0)),
+    **dict.fromkeys(("asked", "answered"), lambda value: is_count(value, 0)),
+    "seed": lambda value: value is None or is_count(value, 0),
     **dict.fromkeys(
         ("headline", "mean_k", "sd_k", "ms", "gflops"),
         lambda value: value is None or is_number(value),
@@ -38,21 +51,136 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
+class _Grader(NamedTuple):
+    """The annotations of a benchmark. Built by `_open_grader`.
+
+    Attributes:
+        grade: grades an answer from 0 to 1, see `Benchmark.make_grader`.
+        splits: split of each question of POPE by id; empty for other benchmarks.
+        categories: category of each question of a data folder by id; empty for other benchmarks.
+    """
+
+    grade: Callable[[GivenAnswer], float | None]
+    splits: dict[str, str]
+    categories: dict[str, str]
+
+    def outcomes(self, benchmark: str, answers: Sequence[GivenAnswer]) -> Outcomes | None:
+        """Returns the outcomes of answers; None if the answers cannot be graded."""
+        # The errors of malformed answers and annotations are reported by `Benchmark.score`.
+        with contextlib.suppress(UserError, ValueError, KeyError):
+            grades = [self.grade(answer) for answer in answers]
+            return read_outcomes(benchmark, answers, grades, self.splits)
+        return None
+
+    def category_errors(self, benchmark: str, answers: Sequence[GivenAnswer]) -> JsonObject:
+        """Returns the standard error of the score by category; empty without categories."""
+        answers_by_category: dict[str, list[GivenAnswer]] = defaultdict(list)
+        for answer in answers:
+            if answer.id in self.categories:
+                answers_by_category[self.categories[answer.id]].append(answer)
+        errors = {}
+        for category, category_answers in sorted(answers_by_category.items()):
+            outcomes = self.outcomes(benchmark, category_answers)
+            errors[category] = None if outcomes is None else standard_error(outcomes)
+        return errors
+
+
+def _open_grader(benchmark: str, root: Path) -> _Grader | None:
+    """Reads the annotations of a benchmark; None if they are missing or malformed.
+
+    Args:
+        benchmark: name of the benchmark.
+        root: folder of the benchmark's annotations.
+    """
+    with contextlib.suppress(OSError, UserError):  # `Benchmark.score` reports these errors
+        splits = pope.read_splits(root) if benchmark == pope.BENCHMARK.name else {}
+        categories = _read_categories(root) if benchmark == folder.BENCHMARK.name else {}
+        return _Grader(BENCHMARKS[benchmark].make_grader(root), splits, categories)
+    return None
+
+
+def _read_categories(root: Path) -> dict[str, str]:
+    """Returns the category of each question of a data folder by id, if the question has one."""
+    records = read_json_lines(root / folder.QUESTIONS)
+    return {
+        str(value.get("question_id")): str(value["category"])
+        for _, value in records
+        if "category" in value
+    }
+
+
+def score_files(
+    files: Sequence[AnswerFile], root: Path, seed_of: Callable[[AnswerFile], int | None]
+) -> dict[Path, JsonObject]:
+    """Scores the answer files of one benchmark.
+
+    The files of an interrupted run answer different numbers of questions. Unfinished files are
+    scored on the questions that all of them have answered, so that their scores are comparable.
+
+    Args:
+        files: the files of the benchmark.
+        root: folder of the benchmark's annotations.
+        seed_of: returns the seed of a file's row, see `score_file`.
+
+    Returns:
+        The score by path of the file, see `score_file`. The score of an unfinished file also has
+        "scored", the number of questions that its headline covers.
+    """
+    if not files:
+        return {}
+    grader = _open_grader(files[0].provenance.benchmark, root)
+    scores = {file.path: score_file(file, root, seed_of(file), grader) for file in files}
+    answers_by_path = {}
+    for file in files:
+        if grader is not None and 0 < scores[file.path]["answered"] < file.provenance.asked:
+            answers = read_answers(file.path, broken=[])
+            answers_by_path[file.path] = {_question_key(answer): answer for answer in answers}
+    if grader is None or not answers_by_path:
+        return scores
+    shared_keys = set.intersection(*(set(answers) for answers in answers_by_path.values()))
+    for path, answers in answers_by_path.items():
+        score = scores[path]
+        shared_answers = [answers[key] for key in shared_keys]
+        outcomes = grader.outcomes(score["benchmark"], shared_answers)
+        if outcomes is not None and outcomes.has_all_groups:
+            score["problem"] += f"; the score covers the first {len(shared_keys):,}"
+            score |= {"headline": score_of(outcomes), "scored": len(shared_keys)}
+            score |= _uncertainty(outcomes)
+    return scores
+
+
+def _question_key(answer: GivenAnswer) -> _QuestionKey:
+    """Returns the id and the prompt of an answer, which identify its question."""
+    return answer.id, answer.fields.get("prompt")
+
+
+def _uncertainty(outcomes: Outcomes) -> JsonObject:
+    """Returns the fields of a score that tables need for errors, intervals and tests."""
+    return {"standard_error": standard_error(outcomes), "outcomes": pack(outcomes)}
+
+
+def score_file(
+    file: AnswerFile, root: Path, seed: int | None, grader: _Grader | None = None
+) -> JsonObject:
     """Scores an answer file, and averages kept tokens, time and FLOPs over its questions.
 
     Args:
         file: the answer file.
         root: folder of the benchmark's annotations.
-        seed: seed of the run, which is stored with the score.
+        seed: seed of a random method, or of the training of a policy; None for other methods.
+        grader: the annotations, for the standard error; None leaves the error out.
 
     Returns:
         A JSON object with these fields, among others. "headline" is the score that papers report,
-        or None with the reason in "problem". "mean_k", "sd_k", "min_k" and "max_k" are statistics
+        or None with the reason in "problem". "standard_error" is its error over the sample of
+        questions, and "outcomes" are the results that it follows from, see `uncertainty.pack`; both
+        are absent where they are not known. "category_errors" are the standard errors by category
+        of a data folder with categories. "mean_k", "sd_k", "min_k" and "max_k" are statistics
         of kept tokens, and "gflops" is a mean, over the questions with an image. "ms" is the mean
         time of all questions. A figure is None if no answer has it. "at_floor" and "at_cap" are the
         fractions of questions whose learned stop kept its minimum or maximum (T_max) of tokens;
-        both are absent if both are 0.
+        both are absent if both are 0. "conditions" is equal for rows that differ only in their seed
+        or in the training seed of their policy.
     """
     provenance, benchmark = file.provenance, BENCHMARKS[file.provenance.benchmark]
     answers, problem = [], None
@@ -68,6 +196,16 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
             problem = f"{len(answers):,} of {provenance.asked:,} questions answered so far"
     except (OSError, UserError) as error:  # another program may have written a line
         problem = str(error)
+    if grader is not None and score["headline"] is not None:
+        outcomes = grader.outcomes(provenance.benchmark, answers)
+        # A file of another program may repeat or omit questions. Its score then differs.
+        if outcomes is not None and abs(score_of(outcomes) - score["headline"]) < _SCORE_TOLERANCE:
+            score |= _uncertainty(outcomes)
+            if errors := grader.category_errors(provenance.benchmark, answers):
+                score["category_errors"] = errors
+    row_settings = {
+        name: value for name, value in provenance.made.items() if name not in ("seed", "policy")
+    }
     return {
         "benchmark": provenance.benchmark,
         "method": provenance.method,
@@ -76,6 +214,7 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         "num_tokens": provenance.num_tokens,
         "model": provenance.model,
         "questions": provenance.questions,
+        "conditions": digest([json.dumps(row_settings, sort_keys=True)]),
         "seed": seed,
         "asked": provenance.asked,
         "answered": len(answers),
@@ -147,7 +286,7 @@ def _grade_questions(file: AnswerFile, root: Path) -> dict[_QuestionKey, bool]:
     grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
     answers = read_answers(file.path)
     return {
-        (answer.id, answer.fields.get("prompt")): grade >= 0.5
+        _question_key(answer): grade >= 0.5
         for answer, grade in zip(answers, grades, strict=True)
         if grade is not None
     }
@@ -203,10 +342,22 @@ def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables read, with valid values."""
     if not all(is_valid(score[name]) for name, is_valid in _FIELDS.items()):
         return False
-    # The first two exist in runs that downsample, the last two for a learned stop.
-    optional_fields = ("hard", "hard_questions", "at_floor", "at_cap")
+    if "headlines" in score:  # a field of averages over seeds, which files do not have
+        return False
+    # Only some runs have these fields: runs that downsample, that have a learned stop, that were
+    # stopped, or whose answers can be graded.
+    optional_fields = ("hard", "hard_questions", "at_floor", "at_cap", "scored")
     if not all(is_number(score.get(name, 0)) for name in optional_fields):
         return False
+    if not all(isinstance(score.get(name, ""), str) for name in ("conditions", "model")):
+        return False
+    error, parts = score.get("standard_error"), score.get("parts", {})
+    if not (error is None or is_number(error)) or not isinstance(parts, dict):
+        return False
+    if not all(x is None or is_number(x) for x in score.get("category_errors", {}).values()):
+        return False
+    if "outcomes" in score:
+        unpack(score["outcomes"])  # raises an error for an object of another form
     return (score["mean_k"] is None) == (score["sd_k"] is None)
 
 
@@ -230,7 +381,7 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
         scores = read_json_list(path, "score")
         are_valid = all(map(_is_score, scores))
     # A value that is not an object, or that lacks a field, makes `_is_score` raise.
-    except (UserError, AttributeError, KeyError, TypeError):
+    except (UserError, ValueError, AttributeError, KeyError, TypeError):
         scores, are_valid = [], False
     if not are_valid:
         raise UserError(f"{path} is not a list of scores, as eval.py writes them")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
+from stepprune_jax.benchmarks.answer_files import Provenance
 from stepprune_jax.benchmarks.layout import DATA
 from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import load_policy_for
@@ -20,16 +21,23 @@ from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
     load_policy,
     policy_file,
+    read_about,
 )
+from stepprune_jax.checkpoints.shipped import policy_names
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.data.source import DataSettings, data_folder
-from stepprune_jax.evaluation.names import DEFAULT
+from stepprune_jax.evaluation.names import DEFAULT, without_learned_stop
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, Budget
 from stepprune_jax.registry import PRUNERS, read_options, resolve_pruner, weighted
 from stepprune_jax.selectors import TrainedPruner
-from stepprune_jax.settings import Settings, choice, count, setting
+from stepprune_jax.settings import Settings, choice, count, is_count, setting
 from stepprune_jax.user_input import UserError, local_path, naming
+from stepprune_jax.workdir.checkpoints import RUN_FILE
+
+# Flag that selects methods without a policy, for messages.
+UNTRAINED_EXAMPLE = "--config.eval.methods=all,grid,divprune"
 
 
 def _are_budgets(values: tuple[int | str, ...]) -> bool:
@@ -223,9 +231,46 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
         return policy_file(policy)
     run_policy = local_path(workdir) / POLICY_FILE
     if not run_policy.is_file():
-        hint = "run train.py with this --workdir first, or pass a policy as --policy"
-        raise FileNotFoundError(f"{run_policy} does not exist; {hint}")
+        raise FileNotFoundError(
+            f"{run_policy} does not exist; run train.py with this --workdir first, pass a policy "
+            f"as --policy (a file, the folder of a run, or one of {', '.join(policy_names())}), or "
+            f"name methods without training: {UNTRAINED_EXAMPLE}"
+        )
     return run_policy
+
+
+def read_seed(
+    settings: EvalSettings,
+    provenance: Provenance,
+    workdir: str | Path,
+    policy: str | Path | None = None,
+) -> int | None:
+    """Returns the seed that a row's answers depend on.
+
+    Args:
+        settings: settings of the evaluation, with the policy files of further rows.
+        provenance: provenance of the row's answers.
+        workdir: folder of the run.
+        policy: the run's policy, as in `own_policy`.
+
+    Returns:
+        The seed of a random method, or the seed that a policy was trained with. None for other
+        methods, and if the policy file is missing or does not tell its seed.
+    """
+    if "policy" not in provenance.made:
+        options = provenance.made.get("options", provenance.made)
+        seed = options.get("seed") if isinstance(options, Mapping) else None
+        return seed if is_count(seed, 0) else None
+    row_policy = settings.rows.get(without_learned_stop(provenance.method))
+    try:
+        file = own_policy(workdir, policy) if row_policy is None else policy_file(row_policy)
+        run_file = file.parent / RUN_FILE
+        description = read_json_object(run_file) if run_file.is_file() else read_about(file)
+    except (OSError, UserError):
+        return None
+    config = description.get("config")
+    seed = config.get("seed") if isinstance(config, Mapping) else None
+    return seed if is_count(seed, 0) else None
 
 
 def read_policies(

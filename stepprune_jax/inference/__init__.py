@@ -5,6 +5,7 @@ host, `pipeline` has the stages of a batch, `programs` the compiled programs, `d
 sets, and `text` turns ids into text. The types are in `base`.
 """
 
+from stepprune_jax.data.videos import Video
 from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, Trace
 from stepprune_jax.inference.dataset import Answers, Batching
 from stepprune_jax.inference.decoding import NotFiniteError, decode
@@ -29,6 +30,7 @@ __all__ = [
     "Sampling",
     "TextStream",
     "Trace",
+    "Video",
     "answer_text",
     "decode",
     "encode_questions",

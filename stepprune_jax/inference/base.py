@@ -13,26 +13,31 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.images import Pixels, join_images
-from stepprune_jax.models.sequence import Kept, Sequence
+from stepprune_jax.models.images import Clip, Pixels, join_images
+from stepprune_jax.models.sequence import Clips, Kept, Sequence
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.vlm import PausedPrefill
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.pruning import LayerCut, Pruner
+
+# Temporal patches of videos that the tower encodes at once. More patches fill complete chunks.
+CHUNK_PATCHES = 8
 
 
 class Prompts(NamedTuple):
     """Prompts as padded arrays on the host, from `Request.prompts` or `encode_questions`.
 
     Attributes:
-        ids: [q, l] right-padded ids, with -200 in place of an image.
+        ids: [q, l] right-padded ids, with -200 in place of an image or a video. In a prompt of
+            Qwen3-VL, a video has one such id for each of its temporal patches.
         length: [q] number of ids.
         words: [q, w] right-padded ids of the user's words, for pruners that read text.
         num_words: [q] number of ids in each row of `words`.
-        image_of: [q, j] row in `Images` of each of a prompt's images; -1 for no image.
+        image_of: [q, j] row in `Images` of each image or video of a prompt; -1 for none.
         number: [q] number of each prompt in its data set, for error messages.
     """
 
@@ -51,7 +56,13 @@ class Prompts(NamedTuple):
     @property
     def num_text(self) -> Int[np.ndarray, "q"]:
         """Number of text tokens of each prompt."""
-        return self.length - (self.image_of >= 0).sum(axis=1)
+        return self.length - self.num_marks
+
+    @property
+    def num_marks(self) -> Int[np.ndarray, "q"]:
+        """Number of ids of each prompt that stand for an image or a part of a video."""
+        is_present = np.arange(self.ids.shape[1]) < self.length[:, None]
+        return ((self.ids == IMAGE_TOKEN) & is_present).sum(axis=1)
 
     def take(self, rows: Int[np.ndarray, "r"]) -> "Prompts":
         """Returns the prompts at the given row indices."""
@@ -59,16 +70,19 @@ class Prompts(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Images before or after the tower.
+    """Images and videos before or after the tower.
 
     Attributes:
-        grid: [i, 2] rows and columns of the patches; on the host.
+        grid: [i, 2] rows and columns of the patches; on the host. The grid of a video stacks the
+            grids of its temporal patches from top to bottom.
         sizes: [i] number of visual tokens of each image; on the host.
         seed: [i] uint32 checksum of each image's pixels, for random numbers; on the host.
-        pixels: [i, ...] result of the family's preprocessing; None after the tower.
+        pixels: [i, ...] result of the family's preprocessing; None after the tower. With videos,
+            the first axis has a row for each image and for each temporal patch of a video.
         features: [i, n, w] visual tokens with their deep features appended, on the host or on
             devices. The tokens of a smaller image are a prefix of its row. None before the tower.
         taps: [i, ...] intermediate arrays of the tower for pruners; None before the tower.
+        clips: [i] temporal patches of each image or video, on the host; None without videos.
     """
 
     grid: Int[np.ndarray, "i 2"]
@@ -77,6 +91,88 @@ class Images(NamedTuple):
     pixels: Pixels | None = None
     features: Float[AnyArray, "i n w"] | None = None
     taps: dict[Tap, Array] | None = None
+    clips: Clips | None = None
+
+    def take(self, rows: Int[np.ndarray, "k"]) -> "Images":
+        """Returns the images and videos at the given rows, in this order."""
+        pixel_rows = rows
+        if self.clips is not None and self.pixels is not None:
+            pixel_rows = self.clips.patch_rows(rows)
+        return Images(
+            grid=self.grid[rows],
+            sizes=self.sizes[rows],
+            seed=self.seed[rows],
+            pixels=jax.tree.map(lambda leaf: leaf[pixel_rows], self.pixels),
+            features=None if self.features is None else self.features[rows],
+            taps=jax.tree.map(lambda leaf: leaf[rows], self.taps),
+            clips=None if self.clips is None else self.clips.take(rows),
+        )
+
+
+def read_media(
+    backbone: Backbone, pixels_of_images: Ordered[Pixels], clips: Ordered[Clip | None]
+) -> Images:
+    """Builds `Images` of images and videos, before the tower.
+
+    Args:
+        backbone: the model.
+        pixels_of_images: for each image or video, the result of `Backbone.preprocess` or
+            `Clip.pixels`.
+        clips: for each image or video, the video; None for an image.
+    """
+    if not any(clip is not None for clip in clips):
+        return read_images(backbone, pixels_of_images)
+    patches = [
+        backbone.as_patch_of_clip(pixels) if clip is None else pixels
+        for pixels, clip in zip(pixels_of_images, clips, strict=True)
+    ]
+    patch_grids = [np.asarray(backbone.grids(pixels), np.int32) for pixels in patches]
+    frames = np.array([len(patch_grid) for patch_grid in patch_grids], np.int32)
+    grid = np.stack([patch_grid[0] for patch_grid in patch_grids])
+    grid[:, 0] *= frames
+    intervals = [0.0 if clip is None else clip.interval for clip in clips]
+    # A video is hashed as bytes, because its normalized pixels would take four times the memory.
+    seeds = [
+        read_images(backbone, [pixels]).seed[0]
+        if clip is None
+        else zlib.crc32(b"".join(map(bytes, jax.tree.leaves(pixels))))
+        for pixels, clip in zip(pixels_of_images, clips, strict=True)
+    ]
+    return Images(
+        grid=grid,
+        sizes=np.asarray(backbone.num_tokens(grid), np.int32),
+        seed=np.array(seeds, np.uint32),
+        pixels=join_images(patches),
+        clips=Clips(
+            frames, np.array(intervals, np.float32), np.array([clip is not None for clip in clips])
+        ),
+    )
+
+
+def join_media(backbone: Backbone, parts: Ordered[Images]) -> Images:
+    """Joins images and videos of several requests, all before or all after the tower."""
+    has_clips = any(part.clips is not None for part in parts)
+    if has_clips:
+        parts = [part if part.clips is not None else _as_clips(backbone, part) for part in parts]
+    grid, sizes, seed = (
+        np.concatenate(arrays) for arrays in zip(*(part[:3] for part in parts), strict=True)
+    )
+    clips = [part.clips for part in parts if part.clips is not None]
+    return Images(
+        grid=grid,
+        sizes=sizes,
+        seed=seed,
+        pixels=join_images([part.pixels for part in parts]),
+        features=join_images([part.features for part in parts]),
+        taps=join_images([part.taps for part in parts]),
+        clips=join_images(clips) if has_clips else None,
+    )
+
+
+def _as_clips(backbone: Backbone, images: Images) -> Images:
+    """Returns images as videos of one temporal patch each, to join them with videos."""
+    pixels = None if images.pixels is None else backbone.as_patch_of_clip(images.pixels)
+    return images._replace(pixels=pixels, clips=Clips.of_images(len(images.grid)))
 
 
 def read_images(backbone: Backbone, pixels_of_images: Ordered[Pixels]) -> Images:
@@ -155,7 +251,8 @@ class Pairs(NamedTuple):
     """The (image, prompt) pairs of a batch: the arrays that `programs.select` reads.
 
     Attributes:
-        pixels: [i, ...] the distinct images; None after the tower.
+        pixels: [i, ...] the distinct images, or the images and temporal patches of videos; None
+            after the tower.
         features: [i, n, w] visual tokens of the distinct images; None before the tower.
         taps: [i, ...] intermediate arrays in the order of `Pruner.taps`; empty before the tower.
         image: [r] row of each pair's image in `pixels` or `features`.
@@ -166,6 +263,9 @@ class Pairs(NamedTuple):
         number: [r] number of the prompt in its data set.
         seed: [r] seed of the row's random numbers.
         count: [r] number of tokens to keep if the image's size decides it, otherwise the size.
+        token_of: [i, n] index of each visual token among all tokens of the tower, -1 in the
+            padding, to join the temporal patches of videos; None without videos.
+        frames: [r] number of temporal patches; None without videos.
     """
 
     pixels: Pixels | None
@@ -179,6 +279,8 @@ class Pairs(NamedTuple):
     number: Int[Array, "r"]
     seed: UInt32[Array, "r"]
     count: Int[Array, "r"]
+    token_of: Int[Array, "i n"] | None = None
+    frames: Int[Array, "r"] | None = None
 
 
 class PromptLayout(NamedTuple):
@@ -192,6 +294,7 @@ class PromptLayout(NamedTuple):
         grid: [b, j, 2] rows and columns of the image's patches.
         counts: for each cut between layers, [b, j] number of tokens of each image that remain,
             without merged tokens.
+        clips: [b, j] temporal patches of each image or video; None without videos.
     """
 
     ids: Int[Array, "b l"]
@@ -200,6 +303,7 @@ class PromptLayout(NamedTuple):
     has_image: Bool[Array, "b j"]
     grid: Int[Array, "b j 2"]
     counts: tuple[Int[Array, "b j"], ...] = ()
+    clips: Clips | None = None
 
 
 class PairPlan(NamedTuple):
@@ -254,6 +358,7 @@ class Batch(NamedTuple):
         grid: [r, 2] rows and columns of each pair's image; on the host.
         source: the arrays that give the kept tokens: `Pairs` for the pruner to select from,
             `RankedPairs` for a given order, or `Kept` for a batch without images.
+        clips: [r] temporal patches of each pair's image or video, on the host; None without videos.
     """
 
     prompts: Prompts
@@ -263,6 +368,7 @@ class Batch(NamedTuple):
     pairing: PairPlan
     grid: Int[np.ndarray, "r 2"]
     source: Pairs | RankedPairs | Kept
+    clips: Clips | None = None
 
     @property
     def selects_in_prefill(self) -> bool:

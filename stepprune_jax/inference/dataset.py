@@ -13,6 +13,7 @@ from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
+from stepprune_jax.inference.plan import adapt_counts
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.shapes import exact_counts
@@ -94,13 +95,17 @@ def answer_set(
     pruners = [pipeline.place_pruner(model, pruner) for pruner, _ in variants]
     ranking, ranking_seconds, n = None, 0.0, model.config.max_image_tokens
     has_features = questions.images.features is not None and len(questions.prompts.length) > 0
+    max_steps = max(pruner.schedule(model.config, n).bound for pruner in pruners)
+    has_videos = questions.images.clips is not None
+    if (has_videos or pruners[0].keeps_images) and questions.images.features is not None:
+        max_steps = questions.images.features.shape[1]
     if isinstance(pruners[0], Ranker) and has_features and questions.all_have_images:
         ranking, ranking_seconds = rank_all(
             model,
             pruners[0],
             questions.prompts,
             questions.images,
-            steps=max(pruner.schedule(model.config, n).bound for pruner in pruners),
+            steps=max_steps,
             batch_size=batching.batch_size,
         )
     for pruner, (_, rows) in zip(pruners, variants, strict=True):
@@ -210,6 +215,8 @@ def _answer_all(
     if ranking is not None and isinstance(pruner, Ranker):
         image_sizes = images.sizes[prompts.image_of[:, 0]]
         max_counts = exact_counts(model.config, pruner, image_sizes)
+        if pruner.budget.is_exact:
+            max_counts = adapt_counts(pruner, images, prompts.image_of[:, 0], max_counts)
         counts = np.asarray(pruner.counts(ranking, max_counts), np.int32)
         order = [indices[:count] for indices, count in zip(ranking.order, counts, strict=True)]
     sorted_rows = np.lexsort((-counts, -width_index))  # the last key sorts first

@@ -13,13 +13,12 @@ from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.inference.base import Images, Prompts
+from stepprune_jax.inference.base import Images, Prompts, join_media
 from stepprune_jax.inference.pipeline import encode
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.truncation import truncate_prompts
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.images import join_images
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.policy.buckets import WIDTHS, prompt_width
@@ -30,7 +29,7 @@ _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
 class EncodedQuestions(NamedTuple):
-    """A data set of questions, each with at most one image, on the host.
+    """A data set of questions, each with at most one image or video, on the host.
 
     Attributes:
         prompts: the prompts.
@@ -130,7 +129,7 @@ def encode_questions(
         request = _read_questions(model, [questions[row] for row in rows_without_image])
         prompt_ids.update(zip(rows_without_image, request.ids, strict=True))
         word_ids.update(zip(rows_without_image, request.question_ids, strict=True))
-    images = join_images(image_batches or [_placeholder_images(model)])
+    images = join_media(model.backbone, image_batches or [_placeholder_images(model)])
     padded_ids, padded_words = (
         pad_batch(
             [ids[row] for row in range(len(questions))],
@@ -177,9 +176,8 @@ def _run_tower(
     """
     num_images = len(images.sizes)
     rows = np.arange(batch_size) % num_images
-    images = jax.tree.map(lambda array: array[rows], images)
-    encoded = to_host(encode(model, images, taps, execution))
-    return jax.tree.map(lambda array: array[:num_images], encoded)
+    encoded = to_host(encode(model, images.take(rows), taps, execution))
+    return encoded.take(np.arange(num_images))
 
 
 def _placeholder_images(model: VLM) -> Images:
@@ -195,5 +193,5 @@ def _read_questions(
 ) -> Request:
     """Reads the ids and pixels of questions; an image of several questions is read once."""
     texts = [question.text for question in questions]
-    images = [question.image for question in questions]
+    images = [getattr(question, "video", None) or question.image for question in questions]
     return read_request(model, texts, images, as_shown=as_shown)

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Decoding, PrefillResult, RunOptions
+from stepprune_jax.inference.base import Decoding, Images, PrefillResult, RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
-from stepprune_jax.inference.plan import plan_batch
+from stepprune_jax.inference.plan import check_videos, plan_batch
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.text import answer_text, stream_text
@@ -38,7 +39,9 @@ class Answer(NamedTuple):
         kept_indices: for each image of the prompt, the raster indices of its kept tokens, from 0;
             -1 for merged tokens. The order is the order of selection for methods that select
             sequentially or by a score (`Ranker`), and the order of the row for other methods.
-        grids: for each image of the prompt, rows and columns of its tokens before pruning.
+        grids: for each image of the prompt, rows and columns of its tokens before pruning; for a
+            video, the number of its temporal patches, and rows and columns of each of them. The
+            indices of the next temporal patch follow those of the last one.
     """
 
     text: str
@@ -46,7 +49,7 @@ class Answer(NamedTuple):
     visual_tokens: int
     kept: int
     kept_indices: tuple[tuple[int, ...], ...]
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,9 @@ class Generator:
         as_shown: bool = True,
     ) -> Request:
         """Checks and prepares prompts and images; see `read_request`."""
-        return read_request(self.model, prompts, images, system=system, as_shown=as_shown)
+        request = read_request(self.model, prompts, images, system=system, as_shown=as_shown)
+        check_videos(self.pruner, request.images)
+        return request
 
     def begin(self, request: Request) -> PrefillResult:
         """Runs the prefill of a request and samples the first token of each prompt."""
@@ -218,24 +223,18 @@ class Generator:
         answers = []
         for row, image_rows in enumerate(request.image_of):
             ids = tokens[row, : num_tokens[row]].tolist()
-            kept_indices = []
-            for image in range(len(image_rows)):
-                indices = index[row][image_of_slot[row] == image]
-                if order is not None:
-                    # The order of selection also has tokens that were truncated with the row.
-                    is_in_row = np.isin(order[row, image], indices[indices >= 0])
-                    indices = order[row, image][is_in_row]
-                kept_indices.append(tuple(indices.tolist()))
-            images = request.images
-            grids = () if images is None else images.grid[list(image_rows)].tolist()
+            order_of_row = None if order is None else order[row]
+            kept_indices = list_kept_indices(
+                index[row], image_of_slot[row], order_of_row, len(image_rows)
+            )
             answers.append(
                 Answer(
                     text=answer_text(self.model.tokenizer, ids),
                     token_ids=tuple(ids),
                     visual_tokens=int(prefilled.visual_tokens[row]),
                     kept=int(prefilled.kept[row]),
-                    kept_indices=tuple(kept_indices),
-                    grids=tuple(map(tuple, grids)),
+                    kept_indices=kept_indices,
+                    grids=_list_grids(request.images, image_rows),
                 )
             )
         if not finite.all():
@@ -244,6 +243,47 @@ class Generator:
                 answers[row] = None
             raise NotFiniteError(rows_not_finite, answers)
         return answers
+
+
+def list_kept_indices(
+    index: Int[np.ndarray, "s"],
+    image: Int[np.ndarray, "s"],
+    order: Int[np.ndarray, "j t"] | None,
+    num_images: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Lists the kept tokens of each image of a row.
+
+    Args:
+        index: [s] index of each visual token in its image, as in `Sequence`.
+        image: [s] number of each token's image in the row; -1 for text and padding.
+        order: [j, t] indices of the tokens of each image in the order of selection, -1 in the
+            padding; None for a method without an order.
+        num_images: number of images of the row.
+
+    Returns:
+        The indices of each image, as in `Answer.kept_indices`.
+    """
+    kept_indices = []
+    for image_number in range(num_images):
+        indices = index[image == image_number]
+        if order is not None:
+            # The order of selection also has tokens that were truncated with the row.
+            indices = order[image_number][np.isin(order[image_number], indices[indices >= 0])]
+        kept_indices.append(tuple(indices.tolist()))
+    return tuple(kept_indices)
+
+
+def _list_grids(images: Images | None, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns `Answer.grids` of the images and videos at some rows."""
+    if images is None:
+        return ()
+    grids = []
+    for row in rows:
+        num_rows, columns = images.grid[row].tolist()
+        frames = 1 if images.clips is None else int(images.clips.frames[row])
+        is_video = images.clips is not None and bool(images.clips.is_video[row])
+        grids.append((frames, num_rows // frames, columns) if is_video else (num_rows, columns))
+    return tuple(grids)
 
 
 def generate(
@@ -265,8 +305,8 @@ def generate(
         model: the model from `load_vlm`, on one device or sharded over a mesh.
         prompts: the user's text: for each prompt a question, or the turns of a conversation that
             ends with a question. A single text is one question. The chat template is added here.
-        images: for each prompt its images: a list of paths, bytes or Pillow images, a single image
-            without a list, or None. For a single text, its images.
+        images: for each prompt its images and videos: a list of paths, bytes or Pillow images, and
+            of `Video`s; a single one without a list; or None. For a single text, its images.
         pruner: how visual tokens are pruned, such as `FastV(budget=64)` or the result of
             `load_policy`; the default keeps all tokens.
         sampling: how tokens are sampled; greedy by default.
@@ -303,7 +343,7 @@ def stream(
     Args:
         model: see `generate`.
         prompt: a question, or the turns of a conversation that ends with a question.
-        images: the images of the prompt: a list, a single image, or None.
+        images: the images and videos of the prompt: a list, a single one, or None.
         pruner: how visual tokens are pruned.
         sampling: how tokens are sampled; greedy by default.
         options: how the model is run, and the longest answer.

@@ -31,11 +31,19 @@ from stepprune_jax.inference.base import (
     RankedPairs,
     RunOptions,
 )
-from stepprune_jax.inference.plan import is_joint, make_pairs, plan_batch, plan_pairs, plan_rows
+from stepprune_jax.inference.plan import (
+    is_joint,
+    join_patches,
+    make_pairs,
+    plan_batch,
+    plan_pairs,
+    plan_rows,
+)
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.shapes import enters_known
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.sequence import Kept
+from stepprune_jax.models.sequence import Sequence as RowSequence
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     decodes_by_step,
@@ -74,10 +82,15 @@ def encode(
         The images with `features` and `taps` on the model's devices, without pixels.
     """
     mesh, taps = mesh_of(model.params), tuple(dict.fromkeys(taps))
+    pixels, token_of = images.pixels, None
+    if images.clips is not None:
+        num_images = len(images.grid)
+        pixels, token_of = join_patches(model, images, range(num_images), num_images)
     features, tap_arrays = programs.run_encode(
         model.params,
         model.backbone,
-        place_rows(mesh, images.pixels),
+        place_rows(mesh, pixels),
+        place_rows(mesh, token_of),
         taps=taps,
         plan=Plan(execution=execution, mesh=mesh),
     )
@@ -205,7 +218,13 @@ def _prefill_to_cut(model: VLM, inputs: PrefillInputs, context_limit: int) -> Pr
 def embed(
     model: VLM, inputs: PrefillInputs
 ) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
-    """Builds the input embeddings of a language model that another program runs.
+    """Copies the rows of `build_rows` to the host: the embeddings of each row, and its length."""
+    rows = build_rows(model, inputs)
+    return to_host((rows.hidden, rows.length))
+
+
+def build_rows(model: VLM, inputs: PrefillInputs) -> RowSequence:
+    """Builds the input rows of a language model that another program runs.
 
     Args:
         model: the model.
@@ -213,7 +232,7 @@ def embed(
             a pruner that drops no tokens between layers.
 
     Returns:
-        The embeddings of each row, with zeros in the padding, and the length of each row.
+        The rows before the first layer, with zeros in the padding.
     """
     # The plan is part of the key of the compiled program, so it has only the fields that matter.
     plan = Plan(
@@ -222,10 +241,9 @@ def embed(
         positions=inputs.plan.positions,
         mesh=inputs.plan.mesh,
     )
-    rows = programs.run_build_sequence(
+    return programs.run_build_sequence(
         model.params, model.backbone, inputs.tokens, inputs.layout, plan=plan
     )
-    return to_host((rows.hidden, rows.length))
 
 
 def prefill(model: VLM, inputs: PrefillInputs, sampling: Sampling) -> PrefillResult:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference.base import (
+    CHUNK_PATCHES,
     Batch,
     Images,
     PairPlan,
@@ -34,11 +35,19 @@ from stepprune_jax.inference.shapes import (
     row_lengths,
     varies_freely,
 )
-from stepprune_jax.inference.truncation import truncate_images
+from stepprune_jax.inference.truncation import check_clips, truncate_images
 from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.sequence import Clips
 from stepprune_jax.parallel.placement import mesh_of, place_rows
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, pad_ids, pad_rows
+from stepprune_jax.policy.buckets import (
+    bucket_ladder,
+    choose_bucket,
+    pad_ids,
+    pad_rows,
+    row_bucket,
+)
 from stepprune_jax.pruning import AllTokens, Kept, Pruner, Ranker, Ranking
+from stepprune_jax.user_input import UserError
 
 
 def plan_batch(
@@ -101,6 +110,7 @@ def plan_batch(
         pairing=pairing,
         grid=images.grid[pairing.image],
         source=source,
+        clips=None if images.clips is None else images.clips.take(pairing.image),
     )
 
 
@@ -163,11 +173,12 @@ def plan_pairs(
         The pairs, with exact counts of tokens if the images' sizes decide the counts, and with the
         padded number of tokens.
     """
+    check_videos(pruner, images)
     config, pairing = model.config, pair_images(prompts.image_of)
     if images.features is not None:
         n = images.features.shape[1]
     else:
-        n = model.backbone.num_padded_tokens(images.pixels)
+        n = num_padded_tokens(model, images)
     schedule = pruner.schedule(config, n)
     if schedule.enter == n:
         sizes = (n,)
@@ -176,11 +187,84 @@ def plan_pairs(
     image_size = images.sizes[pairing.image]
     counts, capacity = exact_counts(config, pruner, image_size), schedule.most
     if pruner.budget.is_exact:
+        counts, ladder = adapt_counts(pruner, images, pairing.image, counts), sizes
+        if max(counts.tolist()) > schedule.most:  # such as a complete temporal patch
+            ladder = bucket_ladder(n)
+        sizes = ladder
         # If images may have any number of tokens, the capacity follows from the padded number n. It
         # is then the same for all images that share a program.
         min_capacity = schedule.bound if varies_freely(config) else 0
         capacity = choose_bucket(max(*counts.tolist(), min_capacity), sizes)
     return pairing._replace(size=image_size, counts=counts, n=n, capacity=capacity, sizes=sizes)
+
+
+def adapt_counts(
+    pruner: Pruner, images: Images, rows: Int[np.ndarray, "r"], counts: Int[np.ndarray, "r"]
+) -> Int[np.ndarray, "r"]:
+    """Returns the numbers of tokens to keep of images and videos, see `Pruner.media_counts`.
+
+    Args:
+        pruner: the pruner, with an exact budget.
+        images: the images and videos.
+        rows: [r] row of each pair's image or video.
+        counts: [r] numbers of tokens by the budget.
+    """
+    frames = np.ones(len(rows), np.int32)
+    if images.clips is not None:
+        frames = np.asarray(images.clips.frames)[rows]
+    if pruner.budget.kind in ("all", "none", "unset"):
+        return counts
+    return np.asarray(pruner.media_counts(counts, images.sizes[rows], frames), np.int32)
+
+
+def check_videos(pruner: Pruner, images: Images | None) -> None:
+    """Raises a UserError if there are videos, and the pruner has no meaning for videos."""
+    if images is not None and images.clips is not None and not pruner.reads_videos:
+        raise UserError(f"{pruner.name} prunes images only, and no videos; see docs/video.md")
+
+
+def num_padded_tokens(model: VLM, images: Images) -> int:
+    """Returns the padded number of tokens of each image or video, in the input of a pruner."""
+    if images.clips is None:
+        return model.backbone.num_padded_tokens(images.pixels)
+    return model.backbone.num_padded_clip_tokens(int(images.sizes.max()))
+
+
+def join_patches(
+    model: VLM, images: Images, rows: Sequence[int], num_prompts: int
+) -> tuple[Any, Int[np.ndarray, "i n"]]:
+    """Collects the temporal patches of images and videos, and numbers their tokens.
+
+    Args:
+        model: the model.
+        images: images and videos before the tower.
+        rows: rows of the images and videos to collect.
+        num_prompts: number of prompts of the batch.
+
+    Returns:
+        pixels: [p, ...] the temporal patches, padded with the first patch to a bucket of rows.
+        token_of: [i, n] index of each token of an image or video among the tokens of the tower for
+            all patches; -1 in the padding.
+    """
+    assert images.clips is not None
+    clips, sizes = images.clips.take(np.asarray(rows)), images.sizes[rows]
+    patch_rows = images.clips.patch_rows(np.asarray(rows))
+    num_patches, num_slots = len(patch_rows), model.backbone.num_padded_tokens(images.pixels)
+    if num_patches <= CHUNK_PATCHES:
+        padded_rows = pad_rows(num_patches, num_prompts)
+    else:  # the tower encodes complete chunks
+        num_chunks = -(-num_patches // CHUNK_PATCHES)
+        padded_rows = np.zeros(CHUNK_PATCHES * row_bucket(num_chunks), np.int32)
+        padded_rows[:num_patches] = np.arange(num_patches)
+    patch_rows = patch_rows[padded_rows]
+    pixels = jax.tree.map(lambda array: array[patch_rows], images.pixels)
+    token_of = np.full((len(rows), num_padded_tokens(model, images)), -1, np.int32)
+    first_patch = 0
+    for row, (frames, size) in enumerate(zip(clips.frames.tolist(), sizes.tolist(), strict=True)):
+        first_tokens = num_slots * np.arange(first_patch, first_patch + frames)
+        token_of[row, :size] = (first_tokens[:, None] + np.arange(size // frames)).ravel()
+        first_patch += frames
+    return pixels, token_of
 
 
 def make_pairs(
@@ -207,13 +291,15 @@ def make_pairs(
         zlib.crc32(question_words[:word_count], checksum)
         for question_words, word_count, checksum in zip(words, num_words, image_seed, strict=True)
     ]
-    pixels, features, taps = images.pixels, images.features, ()
+    pixels, features, taps, token_of = images.pixels, images.features, (), None
     if features is None:
         distinct_images = sorted({*image.tolist()})
         image = np.searchsorted(distinct_images, image)
         padded_rows = pad_rows(len(distinct_images), len(prompts.length)).tolist()
         image_rows = [distinct_images[row] for row in padded_rows]
-        if image_rows != list(range(len(images.sizes))):  # indexing would copy the pixels
+        if images.clips is not None:
+            pixels, token_of = join_patches(model, images, image_rows, len(prompts.length))
+        elif image_rows != list(range(len(images.sizes))):  # indexing would copy the pixels
             pixels = jax.tree.map(lambda array: array[image_rows], pixels)
         pixels = place_rows(mesh, pixels)
     else:
@@ -237,6 +323,8 @@ def make_pairs(
         "number": prompts.number[prompt],
         "seed": np.array(seed, np.uint32),
         "count": pairing.counts,
+        "token_of": token_of,
+        "frames": None if images.clips is None else images.clips.take(pairing.image).frames,
     }
     return Pairs(pixels, features, taps, **place_rows(mesh, arrays))
 
@@ -263,6 +351,8 @@ def plan_rows(
     prompts, mesh = batch.prompts, mesh_of(model.params)
     context_limit = options.context_limit or model.backbone.CONTEXT_LIMIT
     image_tokens = np.where(pairing.has_image, counts[pairing.pair], 0)
+    if batch.clips is not None:
+        check_clips(prompts, image_tokens, context_limit)
     image_tokens = truncate_images(prompts, image_tokens, context_limit)
     cuts = pruner.cuts(config, pairing.n)
     # [cuts, b, j, 2]: kept and merged tokens of each image after each cut.
@@ -290,8 +380,17 @@ def plan_rows(
         "has_image": pairing.has_image,
         "grid": batch.grid[pairing.pair],
         "counts": tuple(counts_after[..., 0]),
+        "clips": _clips_of_prompts(batch),
     }
     return plan, PromptLayout(**place_rows(mesh, arrays)), stage_tokens[-1].sum(1)
+
+
+def _clips_of_prompts(batch: Batch) -> Clips | None:
+    """Returns the [b, j] temporal patches of the prompts' images and videos; 0 without an image."""
+    if batch.clips is None:
+        return None
+    pairing, clips = batch.pairing, batch.clips.take(batch.pairing.pair)
+    return clips._replace(frames=np.where(pairing.has_image, clips.frames, 0))
 
 
 def _plan_slots(
@@ -338,9 +437,11 @@ def _plan_slots(
         )
     else:
         slots, text_slots = row_lengths(prompts.num_text, stage_tokens, context_limit)
-    # A row that fills its slots has at most slots[0] text ids and j sentinels of images; one more
-    # id marks a row that is truncated. The program then depends only on the row length.
-    return slots, text_slots, slots[0] + j + 1
+    # A row that fills its slots has at most slots[0] text ids and a number of sentinels of images;
+    # one more id marks a row that is truncated. The program then depends only on the row length and
+    # on the padded number of sentinels, which is larger than j only with videos.
+    num_marks = row_bucket(max(j, int(prompts.num_marks.max())))
+    return slots, text_slots, slots[0] + num_marks + 1
 
 
 def is_joint(config: ModelConfig, batch: Batch) -> bool:

@@ -14,10 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from stepprune_jax.inference import decoding
-from stepprune_jax.inference.base import Decoding, Pairs, Plan, PromptLayout, Trace
+from stepprune_jax.inference.base import (
+    CHUNK_PATCHES,
+    Decoding,
+    Pairs,
+    Plan,
+    PromptLayout,
+    Trace,
+)
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.assembly import assemble
@@ -37,16 +44,19 @@ def encode(
     params: Params,
     backbone: Backbone,
     pixels: Pixels,
+    token_of: Int[Array, "i n"] | None = None,
     *,
     taps: Ordered[Tap],
     plan: Plan,
 ) -> tuple[Float[Array, "i n w"], tuple[Array, ...]]:
-    """Runs the vision tower over images.
+    """Runs the vision tower over images and temporal patches of videos.
 
     Args:
         params: the model's weights.
         backbone: the model.
-        pixels: preprocessed images.
+        pixels: preprocessed images, or temporal patches.
+        token_of: for a batch with videos, the index of each token of an image or video among the
+            tokens of all temporal patches; -1 in the padding.
         taps: intermediate arrays of the tower to return.
         plan: static part of the program; only `execution` and `mesh` are read.
 
@@ -54,9 +64,43 @@ def encode(
         The visual tokens before the projector, with their deep features appended; and the
         intermediate arrays in the order of `taps`.
     """
-    tokens, array_of_name = backbone.encode_image(params, pixels, taps, plan.execution)
-    tap_arrays = tuple(array_of_name[f"{tap.kind}.{tap.layer}"] for tap in taps)
+
+    def run_tower(pixels: Pixels) -> tuple[Array, tuple[Array, ...]]:
+        tokens, array_of_name = backbone.encode_image(params, pixels, taps, plan.execution)
+        return tokens, tuple(array_of_name[f"{tap.kind}.{tap.layer}"] for tap in taps)
+
+    num_rows = jax.tree.leaves(pixels)[0].shape[0]
+    if token_of is None:
+        tokens, tap_arrays = run_tower(pixels)
+    elif num_rows <= CHUNK_PATCHES:
+        tokens, tap_arrays = join_tokens(run_tower(pixels), token_of)
+    else:
+        # Long videos run in chunks, which bounds the memory of the tower's attention.
+        chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK_PATCHES, *x.shape[1:]), pixels)
+        outputs = jax.lax.map(run_tower, chunks)
+        outputs = jax.tree.map(lambda x: x.reshape(num_rows, *x.shape[2:]), outputs)
+        tokens, tap_arrays = join_tokens(outputs, token_of)
     return constrain_rows(plan.mesh, (tokens, tap_arrays))
+
+
+def join_tokens(arrays: PyTree, token_of: Int[Array, "i n"]) -> PyTree:
+    """Joins arrays of temporal patches to arrays of images and videos.
+
+    Args:
+        arrays: tree of arrays [p, m, ...] with a row for each of p temporal patches of m tokens.
+        token_of: [i, n] index of each token of an image or video among the p * m tokens; -1 in the
+            padding.
+
+    Returns:
+        The tree with arrays [i, n, ...]; zeros in the padding.
+    """
+
+    def join(array: Array) -> Array:
+        joined = array.reshape(-1, *array.shape[2:])[jnp.maximum(token_of, 0)]
+        is_token = token_of.reshape(*token_of.shape, *[1] * (array.ndim - 2)) >= 0
+        return jnp.where(is_token, joined, 0)
+
+    return jax.tree.map(join, arrays)
 
 
 def make_pruner_inputs(
@@ -91,6 +135,7 @@ def make_pruner_inputs(
             count=pairs.count,
             taps=tuple(tap[pairs.image] for tap in pairs.taps),
             deep=deep,
+            frames=pairs.frames,
         ),
     )
 
@@ -110,7 +155,9 @@ def select(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, 
     """
     if pairs.features is None:
         taps = pruner.taps(backbone.config)
-        features, taps = encode(params, backbone, pairs.pixels, taps=taps, plan=plan)
+        features, taps = encode(
+            params, backbone, pairs.pixels, pairs.token_of, taps=taps, plan=plan
+        )
         pairs = pairs._replace(features=features, taps=taps)
     return pruner.keep(make_pruner_inputs(params, backbone, pairs, plan=plan), plan.capacity)
 
@@ -161,6 +208,7 @@ def build_sequence(
         layout.grid,
         positions=plan.positions,
         capacity=capacity,
+        clips=layout.clips,
     )
     return constrain_rows(plan.mesh, sequence)
 

@@ -12,17 +12,20 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import (
     IMAGE_MARK,
     check_ids,
+    check_marks,
     pad_batch,
     question_ids,
     tokenize_with_images,
 )
-from stepprune_jax.inference.base import Images, Prompts, read_images
+from stepprune_jax.data.videos import Video
+from stepprune_jax.inference.base import Images, Prompts, join_media, read_media
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.images import Pixels, join_images
+from stepprune_jax.models.images import Clip, Pixels
 from stepprune_jax.policy.buckets import row_bucket, words_bucket
 from stepprune_jax.user_input import UserError, naming
 
-ImageLike = str | Path | bytes | Image.Image
+# An image, or a video for models that read videos.
+ImageLike = str | Path | bytes | Image.Image | Video
 # A question, or a conversation: user first, then alternating.
 Prompt = str | Sequence[str]
 
@@ -54,12 +57,13 @@ class Request(NamedTuple):
         return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
 
 
-def join_requests(requests: Sequence[Request]) -> Request:
+def join_requests(backbone: Backbone, requests: Sequence[Request]) -> Request:
     """Joins the prompts and images of several requests into one request.
 
     The tokens that a pruner keeps of each image do not change.
 
     Args:
+        backbone: the model.
         requests: requests with images before the tower.
 
     Returns:
@@ -74,11 +78,7 @@ def join_requests(requests: Sequence[Request]) -> Request:
         if request.images is not None:
             images_of_requests.append(request.images)
             num_images += len(request.images.grid)
-    joined = None
-    if images_of_requests:
-        grids, sizes, seeds, pixels, *_ = zip(*images_of_requests, strict=True)
-        grid, size, seed = map(np.concatenate, (grids, sizes, seeds))
-        joined = Images(grid, size, seed, join_images(pixels))
+    joined = join_media(backbone, images_of_requests) if images_of_requests else None
     return Request(tuple(ids), tuple(question_ids), joined, tuple(image_of))
 
 
@@ -97,9 +97,9 @@ def read_request(
         prompts: for each prompt a question, or the turns of a conversation that ends with a
             question. `<image>` may mark the places of images; without marks, the images precede the
             text.
-        images: for each prompt its images: a list of paths, bytes of files or Pillow images, a
-            single image without a list, or None. The same path, bytes or object is read and encoded
-            once.
+        images: for each prompt its images and videos: a list of paths, bytes of files or Pillow
+            images, and of `Video`s; a single one without a list; or None. The same path, bytes or
+            object is read and encoded once.
         system: replaces the system prompt of the model's template; None keeps the template's
             prompt.
         as_shown: whether images are turned by their EXIF orientation and get a white background;
@@ -117,16 +117,20 @@ def read_request(
     """
     backbone = model.backbone
     images_of_prompts = _check_arguments(model, prompts, images, system)
-    image_row: dict[str | bytes | int, int] = {}  # row in `pixels` by the image's identity
+    image_row: dict[Any, int] = {}  # row in `pixels` by the image's identity
     pixels: list[Pixels] = []
+    clips: list[Clip | None] = []  # the video of each row of `pixels`
     ids, questions, image_of = [], [], []
     for prompt_index, prompt in enumerate(prompts):
         try:
             prompt_images = _as_list(images_of_prompts[prompt_index])
             turns = _mark_images(prompt, len(prompt_images), backbone)
             text = backbone.conversation(turns, system)
-            ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(prompt_images))))
-            check_ids(ids[-1], backbone.config.text.vocab_size)
+            check_marks(text, len(prompt_images))
+            # The times in the text of a video are known when it is read. All other text is checked
+            # before that, because reading takes long.
+            if not any(isinstance(image, Video) for image in prompt_images):
+                ids.append(_tokenize(model, text))
         except (TypeError, UserError) as error:
             prefix = f"prompt {prompt_index}: " if len(prompts) > 1 else ""
             raise type(error)(f"{prefix}{error}") from error
@@ -136,10 +140,18 @@ def read_request(
                 continue
             image_row[_identity(image)] = len(pixels)
             with naming(_describe_image(image, image_index, prompt_index, turns[-1])):
-                opened = open_image(image, as_shown=as_shown)
-                pixels.append(backbone.preprocess(model.image_settings, [opened]))
+                if isinstance(image, Video):
+                    clip = backbone.read_video(model.image_settings, image)
+                    pixels.append(clip.pixels)
+                else:
+                    clip, opened = None, open_image(image, as_shown=as_shown)
+                    pixels.append(backbone.preprocess(model.image_settings, [opened]))
+                clips.append(clip)
         image_of.append(tuple(image_row[_identity(image)] for image in prompt_images))
-    distinct_images = read_images(backbone, pixels) if pixels else None
+        if len(ids) < len(image_of):
+            text = backbone.place_videos(text, [clips[row] for row in image_of[-1]])
+            ids.append(_tokenize(model, text))
+    distinct_images = read_media(backbone, pixels, clips) if pixels else None
     return Request(tuple(ids), tuple(questions), distinct_images, tuple(image_of))
 
 
@@ -179,8 +191,17 @@ def _check_arguments(
     return images_of_prompts
 
 
-def _identity(image: ImageLike) -> str | bytes | int:
+def _tokenize(model: VLM, text: str) -> tuple[int, ...]:
+    """Returns the ids of the text of a prompt, and checks that the model has them."""
+    ids = tuple(tokenize_with_images(model.tokenizer, text))
+    check_ids(ids, model.config.text.vocab_size)
+    return ids
+
+
+def _identity(image: ImageLike) -> Any:
     """Returns a key that distinguishes images: the path, the bytes, or the object's identity."""
+    if isinstance(image, Video):
+        return image.identity
     if isinstance(image, str | Path):
         return str(image)
     return image if isinstance(image, bytes) else id(image)
@@ -190,8 +211,11 @@ def _describe_image(image: ImageLike, image_index: int, prompt_index: int, quest
     """Describes an image in error messages by its path, or by its index in a prompt."""
     if isinstance(image, str | Path):
         return str(image)
+    if isinstance(image, Video) and isinstance(image.source, str | Path):
+        return image.name
+    kind = "video" if isinstance(image, Video) else "image"
     text = question.replace(IMAGE_MARK, "").strip()
-    return f"image {image_index} of prompt {prompt_index} ({text[:40]!r})"
+    return f"{kind} {image_index} of prompt {prompt_index} ({text[:40]!r})"
 
 
 def _as_list(images: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
@@ -206,7 +230,9 @@ def _as_list(images: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     for image in image_list:
         if not isinstance(image, ImageLike):
             type_name = type(image).__name__
-            raise TypeError(f"expected images as paths, bytes or Pillow images, got {type_name}")
+            raise TypeError(
+                f"expected images as paths, bytes, Pillow images or Videos, got {type_name}"
+            )
     return image_list
 
 

@@ -43,6 +43,23 @@ def truncate_images(
     return truncated
 
 
+def check_clips(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int) -> None:
+    """Raises a UserError if a prompt of a batch with videos has more than `limit` embeddings.
+
+    Args:
+        prompts: the prompts.
+        image_tokens: [q, j] kept tokens of each image or video, 0 where a prompt has none.
+        limit: maximum number of embeddings, of text and images, of a prompt.
+    """
+    lengths = prompts.num_text + image_tokens.sum(1)
+    if lengths.max() > limit:
+        raise UserError(
+            f"prompt {prompts.number[np.argmax(lengths)]} with its videos has {lengths.max():,} "
+            f"tokens, more than the context of {limit:,}: sample fewer frames (--fps or "
+            "--num_frames) or prune more of their tokens (--budget)"
+        )
+
+
 def truncate_prompts(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: int) -> Prompts:
     """Removes the text after the first `limit` embeddings of each prompt.
 

@@ -5,8 +5,8 @@
 
 Model, policy and decoding are the same as in `eval.py`. Prompts, data and post-processing are not:
 lmms-eval has its own, and `eval.py` follows LLaVA's programs. Do not compare scores of both
-programs. Install with `pip install stepprune-jax[lmms-eval]`; lmms-eval finds the model through its
-entry points.
+programs. Install with `pip install ".[lmms-eval]"` in a clone of the repository. lmms-eval finds
+the model through its entry points.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from stepprune_jax.extras import install_command
 from stepprune_jax.integrations.answerer import (
     AnswererOptions,
     AskedQuestion,
@@ -32,7 +33,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"lmms-eval cannot be imported ({error}): pip install stepprune-jax[lmms-eval]"
+        f"lmms-eval cannot be imported ({error}): {install_command('lmms-eval')}"
     ) from error
 
 NAME = "stepprune_jax"

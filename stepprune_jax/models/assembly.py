@@ -12,9 +12,27 @@ from jaxtyping import Array, Bool, Int
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import decoder
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.sequence import POSITIONS, Kept, Sequence, split_deep
+from stepprune_jax.models.sequence import POSITIONS, Clips, Kept, Sequence, split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.user_input import expect
+
+
+class _Marks(NamedTuple):
+    """Distribution of the kept tokens of images and videos over the sentinels of a row.
+
+    A sentinel is the id -200. Each row has m slots for sentinels, more than it has sentinels.
+
+    Attributes:
+        mark: [b, j, k] number of the sentinel in the row of each kept token.
+        rank: [b, j, k] number of kept tokens of the sentinel before each token.
+        image_of: [b, m] number of the image or video of each sentinel; arbitrary for padding.
+        num_kept: [b, m] number of kept tokens of each sentinel.
+    """
+
+    mark: Int[Array, "b j k"]
+    rank: Int[Array, "b j k"]
+    image_of: Int[Array, "b m"]
+    num_kept: Int[Array, "b m"]
 
 
 class _IdKinds(NamedTuple):
@@ -43,6 +61,7 @@ def assemble(
     *,
     positions: str = "original",
     capacity: int | None = None,
+    clips: Clips | None = None,
 ) -> Sequence:
     """Builds rows from text, with the kept tokens of each image in place of its sentinel.
 
@@ -61,6 +80,9 @@ def assemble(
             "compact" numbers the remaining tokens 0, 1, 2, ...
         capacity: static length s of the rows. Longer rows are truncated at the right end. The
             default l + j * k holds every row.
+        clips: [b, j] temporal patches of each image or video; None without videos. If the family
+            has a sentinel for each temporal patch (`Backbone.MARKS_PATCHES`), the kept tokens must
+            be in raster order.
 
     Returns:
         The rows before the first layer.
@@ -71,18 +93,35 @@ def assemble(
     expect("positions", positions, positions in POSITIONS, f"one of {', '.join(POSITIONS)}")
     (b, l), (j, k) = ids.shape, kept.tokens.shape[1:3]
     s = l + j * k if capacity is None else capacity
-    kinds = _classify_ids(ids, text_length, j)
-    num_kept = kept.valid.sum(-1, dtype=jnp.int32)
-    text_slot, image_slot, total_length = _accumulate_widths(kinds, num_kept)
-    visual_slot = image_slot[..., None] + jnp.arange(k)
+    marks = None
+    if clips is None:
+        kinds = _classify_ids(ids, text_length, j)
+        num_kept = kept.valid.sum(-1, dtype=jnp.int32)
+        text_slot, image_slot, total_length = _accumulate_widths(kinds, num_kept)
+        visual_slot = image_slot[..., None] + jnp.arange(k)
+    else:
+        marks = _distribute_over_marks(backbone, kept, grid, clips, num_marks=l)
+        kinds = _classify_ids(ids, text_length, l)
+        text_slot, mark_slot, total_length = _accumulate_widths(kinds, marks.num_kept)
+        visual_slot = _take_marks(mark_slot, marks.mark) + marks.rank
     if positions == "compact":
         text_position, visual_position = text_slot, visual_slot[:, :, None]
         next_position = total_length
+    elif marks is not None and clips is not None:
+        offset, extent = backbone.clip_positions(
+            grid, kept.place, jnp.asarray(clips.frames), jnp.asarray(clips.interval)
+        )
+        extent = jnp.take_along_axis(extent, marks.image_of, axis=1)
+        text_position, mark_start, next_position = _accumulate_widths(kinds, extent)
+        visual_position = _take_marks(mark_start, marks.mark)[:, :, None] + offset
     else:
         offset, extent = backbone.image_positions(grid, kept.place)
         text_position, image_start, next_position = _accumulate_widths(kinds, extent)
         visual_position = image_start[..., None, None] + offset
-    source = _source_of_slots(kinds, text_slot, visual_slot, kept.valid, s)
+    has_mark = jnp.arange(j) < kinds.is_image.sum(1)[:, None]
+    if marks is not None:  # every image and video of a batch with videos has its sentinels
+        has_mark = jnp.ones_like(has_mark)
+    source = _source_of_slots(kinds, text_slot, visual_slot, kept.valid & has_mark[..., None], s)
     length = jnp.minimum(total_length, s).astype(jnp.int32)
     is_filled = jnp.arange(s) < length[:, None]
 
@@ -126,6 +165,48 @@ def assemble(
         grid=grid,
         deep=deep,
     )
+
+
+def _distribute_over_marks(
+    backbone: Backbone, kept: Kept, grid: Int[Array, "b j 2"], clips: Clips, num_marks: int
+) -> _Marks:
+    """Assigns the kept tokens of images and videos to the sentinels of their rows.
+
+    Args:
+        backbone: the model, which has one sentinel for a video or one for each temporal patch.
+        kept: [b, j] kept tokens of each image and video, in raster order.
+        grid: [b, j, 2] rows and columns of each unpruned image or video.
+        clips: [b, j] temporal patches of each image and video.
+        num_marks: static number m of slots for sentinels of a row.
+
+    Returns:
+        The sentinel of each kept token, and the tokens of each sentinel.
+    """
+    b, j, k = kept.place.shape
+    marks_of_image = clips.frames if backbone.MARKS_PATCHES else jnp.minimum(clips.frames, 1)
+    last_mark = jnp.cumsum(marks_of_image, axis=1)
+    first_mark = last_mark - marks_of_image
+    patch_size = jnp.maximum(grid.prod(-1) // jnp.maximum(clips.frames, 1), 1)
+    patch = kept.place // patch_size[..., None] if backbone.MARKS_PATCHES else 0
+    mark = jnp.where(kept.valid, first_mark[..., None] + patch, 0)
+    mark_index = jnp.arange(num_marks)
+    image_of = jnp.sum(mark_index[None, :, None] >= last_mark[:, None], axis=2, dtype=jnp.int32)
+    num_kept = (
+        jnp.zeros((b, num_marks), jnp.int32)
+        .at[jnp.arange(b)[:, None, None], jnp.where(kept.valid, mark, num_marks)]
+        .add(1, mode="drop")
+    )
+    # The tokens of an image are in the order of its sentinels.
+    num_before = jnp.cumsum(num_kept, axis=1) - num_kept
+    num_before_image = jnp.take_along_axis(num_before, jnp.minimum(first_mark, num_marks - 1), 1)
+    rank = jnp.arange(k) - (_take_marks(num_before, mark) - num_before_image[..., None])
+    return _Marks(mark, rank, jnp.minimum(image_of, j - 1), num_kept)
+
+
+def _take_marks(numbers: Int[Array, "b m"], mark: Int[Array, "b j k"]) -> Int[Array, "b j k"]:
+    """Returns the number that belongs to the sentinel of each kept token."""
+    flat = jnp.take_along_axis(numbers, mark.reshape(len(mark), -1), axis=1)
+    return flat.reshape(mark.shape)
 
 
 def _classify_ids(ids: Array, text_length: Array, num_images: int) -> _IdKinds:
@@ -199,7 +280,7 @@ def _source_of_slots(
         kinds: the kind of each id.
         text_slot: [b, l] slot of each text token.
         visual_slot: [b, j, k] slot of each kept visual token.
-        valid: [b, j, k] True = kept token, False = padding.
+        valid: [b, j, k] True = kept token of an image with a sentinel, False = padding.
         num_slots: number s of slots of a row; tokens at later slots are dropped.
 
     Returns:
@@ -207,9 +288,8 @@ def _source_of_slots(
         for visual tokens; 0 for slots without a token.
     """
     (b, l), (j, k) = text_slot.shape, valid.shape[1:]
-    has_sentinel = jnp.arange(j) < kinds.is_image.sum(1)[:, None]
     # Absent tokens get the slot `num_slots`, which does not exist, so the scatter drops them.
-    visual_slot = jnp.where(valid & has_sentinel[..., None], visual_slot, num_slots)
+    visual_slot = jnp.where(valid, visual_slot, num_slots)
     text_slot = jnp.where(kinds.is_text, text_slot, num_slots)
     slot = jnp.concatenate([text_slot, visual_slot.reshape(b, j * k)], axis=1)
     sources = jnp.arange(l + j * k, dtype=jnp.int32)

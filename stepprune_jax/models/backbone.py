@@ -23,12 +23,13 @@ from PIL import Image
 
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
+from stepprune_jax.data.videos import Video
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
-from stepprune_jax.models.images import Pixels, Resized, normalise, stack_images
+from stepprune_jax.models.images import Clip, Pixels, Resized, normalise, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, WeightTarget, list_targets
-from stepprune_jax.user_input import naming
+from stepprune_jax.user_input import UserError, naming
 
 Processor = Any  # settings of an image processor; each family defines its own type
 
@@ -56,6 +57,8 @@ class Backbone(abc.ABC):
         SHARDING_RULES: (pattern of the path, spec) for every weight; see `parallel.sharding`.
         VISION_PREFIX: prefix of the canonical names of the tower's weights.
         MARK: text that `place_images` inserts for each image.
+        MARKS_PATCHES: whether a prompt has a mark for each temporal patch of a video, with text
+            between the marks, instead of one mark for the video.
     """
 
     config: ModelConfig
@@ -65,6 +68,7 @@ class Backbone(abc.ABC):
     SHARDING_RULES: ClassVar[tuple[tuple[str, PartitionSpec], ...]]
     VISION_PREFIX: ClassVar[str]
     MARK: ClassVar[str] = IMAGE_MARK
+    MARKS_PATCHES: ClassVar[bool] = False
 
     def replace(self, **fields: Any) -> "Backbone":
         """Returns the backbone with changed fields of its configuration."""
@@ -310,6 +314,39 @@ class Backbone(abc.ABC):
         del pixels
         return self.config.max_image_tokens
 
+    # Videos, on the host. A video is a sequence of temporal patches, and each of them is encoded as
+    # an image. Pruners and prompts see a video as one image, whose grid stacks the grids of its
+    # temporal patches from top to bottom.
+
+    def read_video(self, settings: Processor, video: Video) -> Clip:
+        """Reads the sampled frames of a video.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the video cannot be read, or the model reads no videos.
+        """
+        raise UserError(
+            f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
+        )
+
+    def as_patch_of_clip(self, pixels: Pixels) -> Pixels:
+        """Returns the pixels of images in the form of temporal patches, for a batch with videos."""
+        return pixels
+
+    def num_padded_clip_tokens(self, num_tokens: int) -> int:
+        """Returns the padded number of tokens of a video in the input of a pruner."""
+        return num_tokens
+
+    @classmethod
+    def place_videos(cls, text: str, clips: Sequence[Clip | None]) -> str:
+        """Replaces the mark of each video in the text of a prompt by the marks of the family.
+
+        Args:
+            text: result of `conversation`, with an `IMAGE_MARK` for each image and video.
+            clips: for each mark, its video; None for an image.
+        """
+        return text
+
     # Prompts, on the host. `data.prompts` contains the code that all families share.
 
     @classmethod
@@ -403,6 +440,26 @@ class Backbone(abc.ABC):
             extent: the text after an image continues at the first position id plus the extent. The
             extent is n for consecutive ids and the longer side of the grid for (time, row, column).
         """
+
+    def clip_positions(
+        self,
+        grid: Int[Array, "*b 2"],
+        place: Int[Array, "*b k"],
+        frames: Int[Array, "*b"],
+        interval: Float[Array, "*b"],
+    ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
+        """Returns position ids and extents of images and videos; see `image_positions`.
+
+        If `MARKS_PATCHES`, position ids and extents refer to a temporal patch.
+
+        Args:
+            grid: [..., 2] rows and columns; the rows of all temporal patches of a video.
+            place: [..., k] index of each token among the unpruned tokens.
+            frames: [...] number of temporal patches; 1 for an image.
+            interval: [...] `Clip.interval`; 0 for an image.
+        """
+        del frames, interval
+        return self.image_positions(grid, place)
 
     @abc.abstractmethod
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +32,20 @@ Pixels = PyTree
 Bytes = UInt8[np.ndarray, "3 height width"]  # a resized image
 # One resized image: `Bytes`, or a type that only the family reads.
 Resized = PyTree
+
+
+class Clip(NamedTuple):
+    """The sampled frames of a video, as the tower of a family reads them.
+
+    Attributes:
+        pixels: [t, ...] the t temporal patches. Each is one row of the tower's input, as an image.
+        times: time of each temporal patch in seconds.
+        interval: float32 number of temporal position ids between two temporal patches.
+    """
+
+    pixels: Pixels
+    times: tuple[float, ...]
+    interval: float
 
 
 def read_processor(folder: str | Path) -> tuple[Json, str]:

@@ -6,6 +6,7 @@ Rows differ in length; padding is at the right end only and never changes a resu
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import ModelConfig
@@ -36,6 +37,35 @@ class Rows(NamedTuple):
 
 
 POSITIONS = ("original", "compact")
+
+
+class Clips(NamedTuple):
+    """Temporal patches of images and videos; an image has one. See `models.images.Clip`.
+
+    Attributes:
+        frames: [...] int32 number of temporal patches; 0 in the padding.
+        interval: [...] float32 number of temporal position ids between two temporal patches.
+        is_video: [...] True = video, also with a single temporal patch.
+    """
+
+    frames: Int[Array | np.ndarray, "*i"]
+    interval: Float[Array | np.ndarray, "*i"]
+    is_video: Bool[Array | np.ndarray, "*i"]
+
+    @classmethod
+    def of_images(cls, count: int) -> "Clips":
+        """Returns the clips of `count` images, on the host."""
+        return cls(np.ones(count, np.int32), np.zeros(count, np.float32), np.zeros(count, bool))
+
+    def take(self, rows: Int[np.ndarray, "*k"]) -> "Clips":
+        """Returns the clips at the given rows."""
+        return Clips(self.frames[rows], self.interval[rows], self.is_video[rows])
+
+    def patch_rows(self, rows: Int[np.ndarray, "k"]) -> Int[np.ndarray, "p"]:
+        """Returns the rows of the temporal patches of some clips, if all patches are numbered."""
+        frames = np.asarray(self.frames)
+        first_rows = np.cumsum(frames) - frames
+        return np.concatenate([first_rows[row] + np.arange(int(frames[row])) for row in rows])
 
 
 class Kept(NamedTuple):

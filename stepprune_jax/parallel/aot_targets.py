@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from stepprune_jax.extras import install_command
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import UserError, nearest
 
@@ -20,8 +21,6 @@ from stepprune_jax.user_input import UserError, nearest
 # try other tilings and cuBLAS. Without a device, the program is compiled again without Triton.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
-
-INSTALL = 'pip install "stepprune-jax[aot]"'
 
 
 class Target(NamedTuple):
@@ -178,8 +177,11 @@ def missing(name: str) -> str | None:
     """
     if read_name(name).kind in CARDS:
         is_installed = _has("jax_cuda12_plugin") and _cuda_toolkit()
-        return None if is_installed else f"XLA's CUDA compiler is missing: {INSTALL}"
-    return None if _has("libtpu") else f"XLA's TPU compiler is missing: {INSTALL}"
+        compiler = "CUDA"
+    else:
+        is_installed, compiler = _has("libtpu"), "TPU"
+    problem = f"XLA's {compiler} compiler is missing: {install_command('aot')}"
+    return None if is_installed else problem
 
 
 def _has(module: str) -> bool:

@@ -37,7 +37,6 @@ _CHOICES = {
     "stop": ("aligned", "softmax", "hazard"),
     "estimator": ("straight_through", "parallel"),
     "aggregation": ("discounted", "alive", "uniform", "last"),
-    "text_positions": ("none", "sinusoidal"),
     "score_space": ("log", "linear"),
     "soft_budget": ("straight_through", "batch_mean"),
     "batch_budget": ("own", "probe"),
@@ -96,9 +95,6 @@ class PolicyConfig:
         text_gate: effect of g_txt. `"attention"` adds log g to the attention logits of text keys.
             `"printed"` scales the embeddings as in Eq. (3); the next pre-norm divides the scale out
             again.
-        text_positions: order of the words. `"none"` reads a question as a set of words, as printed:
-            word embeddings have no positions. `"sinusoidal"` adds a positional encoding to the
-            words, so the policy can tell "A left of B" from "B left of A".
         first_query: query of the first step. `"learned"` is the start token, as printed.
             `"question"` adds a projection of the question's pooled words to the start token, which
             compares tokens with the question in a single product.
@@ -163,7 +159,6 @@ class PolicyConfig:
     decoder_layers: int = 1
     encoder_attention: str = "bidirectional"
     text_gate: str = "attention"
-    text_positions: str = "none"
     first_query: str = "question"
     max_steps: int | None = None
     min_tokens: int = 1

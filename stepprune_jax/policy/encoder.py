@@ -46,18 +46,6 @@ def _block(
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
 
 
-def _sinusoids(length: int, width: int) -> Float[Array, "l d"]:
-    """Returns the positional encoding of Vaswani et al. (2017): sines, then cosines.
-
-    The wavelengths are a geometric sequence from 2 pi to 20,000 pi positions. Questions are short,
-    so the last channels are almost constant.
-    """
-    num_waves = -(-width // 2)
-    frequency = 10_000.0 ** (-jnp.arange(num_waves) / num_waves)
-    angle = jnp.arange(length)[:, None] * frequency
-    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=1)[:, :width]
-
-
 def _pool_question(
     params: Params,
     text: Float[Array, "b l d"],
@@ -188,8 +176,6 @@ def encode_with_query(
         text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
         projection = params["encoder"]["text_projection"]
         text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
-        if config.text_positions == "sinusoidal":
-            text = text + _sinusoids(*text.shape[1:]).astype(dtype)
         if config.first_query == "question":
             question = _pool_question(params, text, text_mask, gate)
         if config.text_gate == "printed":

@@ -20,7 +20,9 @@ from stepprune_jax.pruning.clse import Clse
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
+from stepprune_jax.pruning.evs import Evs
 from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.frames import Frames
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
@@ -29,6 +31,8 @@ from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.topv import TopV
+from stepprune_jax.pruning.vcast import VCast
+from stepprune_jax.pruning.vidcom2 import VidCom2
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -41,7 +45,9 @@ __all__ = [
     "Dart",
     "DivPrune",
     "Downsample",
+    "Evs",
     "FastV",
+    "Frames",
     "Grid",
     "HiPrune",
     "HoloV",
@@ -61,5 +67,7 @@ __all__ = [
     "SparseVLMv2",
     "Survivors",
     "TopV",
+    "VCast",
+    "VidCom2",
     "VisionZip",
 ]

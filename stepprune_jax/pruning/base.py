@@ -10,10 +10,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -57,6 +59,9 @@ class Pruner:
         reads_text: whether the method reads the user's text.
         after_projector: whether the method reads and returns projected tokens, instead of tokens
             before the projector.
+        keeps_images: whether images are kept entirely, because the method compares the frames of
+            videos.
+        reads_videos: whether the method has a meaning for videos, which have three axes.
         is_random: whether the tokens are random ones. The method then has an option `seed`, which
             commands set to their own seed.
         config_type: class of the configuration, for a pruner with weights.
@@ -75,6 +80,8 @@ class Pruner:
     positions: ClassVar[str] = "original"
     reads_text: ClassVar[bool] = False
     after_projector: ClassVar[bool] = False
+    keeps_images: ClassVar[bool] = False
+    reads_videos: ClassVar[bool] = True
     is_random: ClassVar[bool] = False
     config_type: ClassVar[type | None] = None
     has_stop: ClassVar[bool] = False
@@ -175,6 +182,34 @@ class Pruner:
             The counts, with an entry of `Schedule.after` for each cut of `cuts`.
         """
         return Schedule(self.budget.count(num_tokens), num_tokens)
+
+    def media_counts(
+        self,
+        counts: Int[np.ndarray, "r"],
+        sizes: Int[np.ndarray, "r"],
+        frames: Int[np.ndarray, "r"],
+    ) -> Int[np.ndarray, "r"]:
+        """Adapts the numbers of tokens to keep to the temporal patches of videos; on the host.
+
+        Args:
+            counts: [r] number of tokens to keep of each image or video by the budget.
+            sizes: [r] number of all tokens.
+            frames: [r] number of temporal patches; 1 for an image.
+
+        Returns:
+            [r] numbers of tokens to keep. This base class does not change them.
+        """
+        del sizes, frames
+        return counts
+
+    def floor_counts(
+        self, counts: Int[np.ndarray, "r"], sizes: Int[np.ndarray, "r"]
+    ) -> Int[np.ndarray, "r"]:
+        """Returns counts with shares rounded down, as methods of videos round them."""
+        if self.budget.kind != "rate":
+            return counts
+        share = Fraction(self.budget.number)
+        return np.array([int(share * size) for size in sizes.tolist()], counts.dtype)
 
     def method_positions(self, config: ModelConfig) -> str:
         """Returns `positions`, or "original" for a model whose tokens have several position ids."""

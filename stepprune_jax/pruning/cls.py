@@ -1,6 +1,7 @@
 """[CLS] attention: keeps the patches with the largest attention of the tower's class token."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -20,6 +21,7 @@ class Cls(Ranker):
 
     name = "cls"
     label = "[CLS] top-K"
+    reads_videos: ClassVar[bool] = False
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects models without a class token."""

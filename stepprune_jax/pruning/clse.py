@@ -9,6 +9,7 @@ of the preceding layer. Dropped tokens are removed from the caches of all layers
 
 import dataclasses
 from fractions import Fraction
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ class Clse(LayerPruner):
 
     name = "clse"
     label = "CLSE"
+    reads_videos: ClassVar[bool] = False
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects layers that do not exist, unreachable means and numbers out of range."""

@@ -31,6 +31,7 @@ class Downsample(Pruner):
 
     name = "downsample"
     label = "downsample"
+    reads_videos: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from stepprune_jax.pruning.ordering import require_grid
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Pruner):
-    """Keeps tokens that are spread evenly over rows and columns."""
+    """Keeps tokens that are spread evenly over rows and columns, and over the time of a video."""
 
     name = "grid"
     label = "grid"
@@ -25,7 +25,10 @@ class Grid(Pruner):
 
     def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps `inputs.count` evenly spread tokens of each image."""
-        order = grid_indices(inputs.grid, inputs.count, capacity)
+        if inputs.frames is None:
+            order = grid_indices(inputs.grid, inputs.count, capacity)
+        else:
+            order = video_indices(inputs.grid, inputs.frames, inputs.count, capacity)
         return take(inputs.whole, order, inputs.count, capacity)
 
 
@@ -62,10 +65,52 @@ def grid_indices(
     Returns:
         [r, k] int32 indices in ascending order. Only the first `count` entries are defined.
     """
+    return _indices_of_points(grid, count, jnp.arange(capacity)[None])
+
+
+def video_indices(
+    grid: Int[Array, "r 2"], frames: Int[Array, "r"], count: Int[Array, "r"], capacity: int
+) -> Int[Array, "r k"]:
+    """Returns the raster indices of `count` tokens that are spread evenly over each video.
+
+    The temporal patches share the count evenly: patch t gets floor((t + 1) count / T) - floor(t
+    count / T) of T patches. Its tokens are spread by `grid_indices`.
+
+    Args:
+        grid: [r, 2] rows of all temporal patches, and columns.
+        frames: [r] number T of temporal patches.
+        count: [r] number of tokens to return.
+        capacity: static size k of the result, at least every count.
+    """
+    frames, count = jnp.maximum(frames, 1)[:, None], jnp.maximum(count, 1)[:, None]
+    point = jnp.arange(capacity)[None]
+    # The first patch whose tokens and earlier tokens include the point.
+    patch = jnp.minimum(-(-(point + 1) * frames // count) - 1, frames - 1)
+    first_point, next_point = patch * count // frames, (patch + 1) * count // frames
+    patch_rows, columns = grid[:, :1] // frames, grid[:, 1:]
+
+    def flatten(values: Int[Array, "#r #k"]) -> Int[Array, "p"]:
+        return jnp.broadcast_to(values, patch.shape).reshape(-1)
+
+    # Each point is arranged in a grid of its own, because the counts of patches differ.
+    patch_grid = jnp.stack([flatten(patch_rows), flatten(columns)], axis=1)
+    in_patch = flatten(point - first_point)[:, None]
+    index = _indices_of_points(patch_grid, flatten(next_point - first_point), in_patch)
+    return index.reshape(patch.shape) + (patch * patch_rows * columns).astype(jnp.int32)
+
+
+def _indices_of_points(
+    grid: Int[Array, "r 2"], count: Int[Array, "r"], point: Int[Array, "#r k"]
+) -> Int[Array, "r k"]:
+    """Returns the raster indices of some points of `grid_indices`.
+
+    Args:
+        grid: [r, 2] height and width of each of r images, in tokens.
+        count: [r] number of points of each image.
+        point: [r or 1, k] numbers of the points.
+    """
     height, width = grid[:, :1], grid[:, 1:]
-    line, num_lines, index_in_line, line_length = arrange_in_lines(
-        grid, count, jnp.arange(capacity)[None]
-    )
+    line, num_lines, index_in_line, line_length = arrange_in_lines(grid, count, point)
     # The row at the center of the line's band: floor((line + 1/2) * height / num_lines).
     row = (2 * line + 1) * height // (2 * num_lines)
     # The center of a token's cell is x = (index_in_line + 1/2) * width / line_length, where column

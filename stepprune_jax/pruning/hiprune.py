@@ -40,6 +40,7 @@ class HiPrune(Pruner):
 
     name = "hiprune"
     label = "HiPrune"
+    reads_videos: ClassVar[bool] = False
     budgets: ClassVar[tuple[str, ...]] = EXACT
     positions: ClassVar[str] = "compact"
 

@@ -57,6 +57,7 @@ class HoloV(Pruner):
 
     name = "holov"
     label = "HoloV"
+    reads_videos: ClassVar[bool] = False
     budgets: ClassVar[tuple[str, ...]] = EXACT
     after_projector: ClassVar[bool] = True
     positions: ClassVar[str] = "compact"

@@ -43,6 +43,7 @@ class PruMerge(Pruner):
 
     name = "prumerge"
     label = "PruMerge"
+    reads_videos: ClassVar[bool] = False
     version: ClassVar[int] = 2
     budgets: ClassVar[tuple[str, ...]] = ("adaptive", *EXACT)
     positions: ClassVar[str] = "compact"

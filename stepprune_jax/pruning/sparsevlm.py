@@ -194,6 +194,7 @@ class SparseVLM(TextRated):
 
     name = "sparsevlm"
     label = "SparseVLM"
+    reads_videos: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
     lists: ClassVar[dict[Fraction, tuple[int, ...]]] = {
         Fraction(1, 3): (300, 200, 110),
@@ -231,6 +232,7 @@ class SparseVLMv2(TextRated):
 
     name = "sparsevlm_v2"
     label = "SparseVLM v2"
+    reads_videos: ClassVar[bool] = False
     lists: ClassVar[dict[Fraction, tuple[int, ...]]] = {
         Fraction(1, 3): (300, 200, 118),
         Fraction(2, 9): (238, 108, 60),

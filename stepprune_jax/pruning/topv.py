@@ -10,6 +10,7 @@ some evenly spaced other tokens, so that all parts of the image are represented.
 import dataclasses
 import functools
 import operator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,7 @@ class TopV(LayerPruner):
 
     name = "topv"
     label = "TopV"
+    reads_videos: ClassVar[bool] = False
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects a layer without a later layer, and numbers out of range."""

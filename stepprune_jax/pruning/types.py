@@ -29,6 +29,8 @@ class PrunerInputs(NamedTuple):
         deep: [r, n, D] DeepStack features of each token: vectors that later layers of the language
             model add to it. They are kept with the token and not compared. None for a model
             without DeepStack.
+        frames: [r] int32 number of temporal patches of a video, 1 for an image; None without
+            videos. The grid of a video stacks the grids of its temporal patches from top to bottom.
     """
 
     tokens: Float[Array, "r n d"]
@@ -41,6 +43,12 @@ class PrunerInputs(NamedTuple):
     count: Int[Array, "r"]
     taps: tuple[Array, ...] = ()
     deep: Float[Array, "r n D"] | None = None
+    frames: Int[Array, "r"] | None = None
+
+    @property
+    def num_frames(self) -> Int[Array, "r"]:
+        """[r] number of temporal patches of each image or video, also without videos."""
+        return jnp.ones_like(self.number) if self.frames is None else self.frames
 
     @property
     def valid(self) -> Bool[Array, "r n"]:

@@ -53,6 +53,7 @@ class VisionZip(Pruner):
 
     name = "visionzip"
     label = "VisionZip"
+    reads_videos: ClassVar[bool] = False
     budgets: ClassVar[tuple[str, ...]] = EXACT
     positions: ClassVar[str] = "compact"
 

@@ -113,9 +113,9 @@ class TrainedPruner(Pruner):
     @classmethod
     def init(
         cls: type[AnyTrained],
-        key: Array,
+        key: "Array",
         config: Any,
-        stats: FeatureStats | None,
+        stats: "FeatureStats | None",
         **options: Any,
     ) -> AnyTrained:
         """Creates a method with randomly initialized weights, for training.
@@ -159,7 +159,7 @@ class TrainedPruner(Pruner):
         """Returns a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)
 
-    def with_budget(self: AnyTrained, budget: Budget | int | str) -> AnyTrained:
+    def with_budget(self: AnyTrained, budget: "Budget | int | str") -> AnyTrained:
         """Returns a copy with another budget; see `Budget.parse`.
 
         Raises:

@@ -19,7 +19,7 @@ from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Selector
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
-from stepprune_jax.selectors.rloo import MIN_GAIN
+from stepprune_jax.selectors.rloo import subsets_suffice
 
 # Cases of a diagnosis. Each case keeps other tokens of the same images.
 ALL, NONE, RANDOM, POLICY = "all tokens", "no token", "random", "policy"
@@ -31,6 +31,52 @@ OTHER_QUESTION = "another's question"
 _NUM_ERRORS, _MIN_GAIN_SHARE, _FAR_GAIN_SHARE = 2.0, 0.05, 0.5
 # Entropy in nats below which a distribution is reported as saturated.
 _SATURATED_ENTROPY = 0.05
+
+
+class Remedies(NamedTuple):
+    """Advice of a diagnosis, in the words of the interface that its reader uses.
+
+    Attributes:
+        begin: how to train before RLOO, where subsets of tokens gain too little.
+        use_rloo: how to continue with RLOO.
+        read_question: how to make a policy read the question.
+        use_stats: how to standardise features.
+        sharpen: how to make the choices of a saturated policy vary.
+        compare_draws: how to compare sampling temperatures.
+    """
+
+    begin: str
+    use_rloo: str
+    read_question: str
+    use_stats: str
+    sharpen: str
+    compare_draws: str
+
+
+# For users of `Policy`, and for users of train.py.
+API_REMEDIES = Remedies(
+    begin="begin with Policy.warm_start_loss or Policy.train_loss, and ask "
+    "Policy.measure_subset_gain whether subsets can teach it now",
+    use_rloo="continue with Policy.rloo_loss",
+    read_question="pass Progress(text_gate=1.0) to Policy.train_loss, and check `text` and "
+    "`text_mask`",
+    use_stats="check that questions reach the policy, and that it has the statistics of its "
+    "features (`FeatureStats`)",
+    sharpen="raise `temperature` or `polarisation_temperature` of `PolicyConfig`, or lower the "
+    "learning rate",
+    compare_draws="compare policy.replace(draw=1.0) with policy.replace(draw=0.0)",
+)
+CONFIG_REMEDIES = Remedies(
+    begin='begin with the warm start or the gate, as config.recipe="auto" does where subsets gain '
+    "too little",
+    use_rloo='continue with config.recipe="rloo" and config.start=FILE of this policy, or "auto"',
+    read_question="leave config.text_gate_anneal at 0, and check config.policy.text_width",
+    use_stats="check that config.policy.text_width is not 0 and that config.data.stats_images is "
+    "not too small",
+    sharpen="raise config.policy.temperature or config.policy.polarisation_temperature, or lower "
+    "config.optimizer.lr",
+    compare_draws="compare config.policy.draw=1.0 with 0.0",
+)
 
 
 class Diagnosis(NamedTuple):
@@ -77,6 +123,7 @@ def describe(
     *,
     recipe: str = "",
     stops: StopCounts | None = None,
+    remedies: Remedies = API_REMEDIES,
 ) -> Diagnosis:
     """Finds problems of a policy in the losses of the same questions with different tokens.
 
@@ -89,6 +136,7 @@ def describe(
         recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe would
             be better; "" if it is not known.
         stops: counts of the learned stop, to find out whether they are at a bound.
+        remedies: advice in the words of the reader's interface.
 
     Returns:
         The diagnosis, with a finding for each problem.
@@ -100,7 +148,7 @@ def describe(
             "the loss, does not read the image, or the questions are few; nothing can be learned"
         )
     elif _is_lower(loss, ALL, POLICY):
-        findings += _find_shortcomings(loss, entropy, agreement, recipe)
+        findings += _find_shortcomings(loss, entropy, agreement, recipe, remedies)
     if stops is not None and stops.finding:
         findings.append(stops.finding)
     return Diagnosis(
@@ -129,7 +177,11 @@ def _is_lower(loss: Mapping[str, Float[np.ndarray, "b"]], case: str, baseline: s
 
 
 def _find_shortcomings(
-    loss: Mapping[str, Float[np.ndarray, "b"]], entropy: float, agreement: float, recipe: str
+    loss: Mapping[str, Float[np.ndarray, "b"]],
+    entropy: float,
+    agreement: float,
+    recipe: str,
+    remedies: Remedies,
 ) -> list[str]:
     """Explains why the losses of a policy are clearly above the losses with all tokens.
 
@@ -138,6 +190,7 @@ def _find_shortcomings(
         entropy: mean entropy of the distributions that the tokens are chosen from.
         agreement: mean fraction of the kept tokens that also have the largest training gates.
         recipe: recipe of the training, "gate", "rloo", or "" if it is not known.
+        remedies: advice in the words of the reader's interface.
 
     Returns:
         Sentences that name a problem and a remedy.
@@ -148,58 +201,59 @@ def _find_shortcomings(
     if not _is_lower(loss, POLICY, RANDOM) and recipe == "rloo":
         findings.append(
             "no better than random tokens, from which its sampled subsets began: train longer, or "
-            'begin with the gate, as the recipe "auto" does where subsets gain too little'
+            f"{remedies.begin}"
         )
     elif not _is_lower(loss, POLICY, RANDOM):
         findings.append(
-            "no better than random tokens: train longer, or with a higher learning rate; check "
-            "that questions reach the policy and that features are standardised"
+            "no better than random tokens: train longer, or with a higher learning rate; "
+            f"{remedies.use_stats}"
         )
     elif OTHER_QUESTION in loss and not _is_lower(loss, POLICY, OTHER_QUESTION):
         findings.append(
             "does not read the question: its tokens for another question are as good; train "
-            "longer, open the text gate from the start, or check `text` and `text_mask`"
+            f"longer; {remedies.read_question}"
         )
     elif gain_share < _FAR_GAIN_SHARE:
         findings.append(
             f"far from all tokens: {100 * gain_share:.0f} % of the gain of all tokens over none; "
             "keep more tokens, or train longer"
         )
-    random_gain = _random_gain(loss)
-    if recipe == "gate" and random_gain >= MIN_GAIN:
+    random_gain, gain_error = _random_gain(loss)
+    if recipe == "gate" and subsets_suffice(random_gain, gain_error):
         findings.append(
             f"trained through the gate, though random tokens gain {100 * random_gain:.0f} % of "
-            'what all tokens gain: RLOO can train it; continue with the recipe "rloo" or "auto"'
+            f"what all tokens gain: RLOO can train it; {remedies.use_rloo}"
         )
     if entropy < _SATURATED_ENTROPY:
         findings.append(
-            "saturated: its choices no longer vary, and they are wrong; raise the temperature or "
-            "`polarisation_temperature`, or lower the learning rate"
+            "saturated: its choices no longer vary, and they are wrong; " + remedies.sharpen
         )
     if agreement < 0.5:
         findings.append(
-            "what is kept is not what training opens: train longer, and compare `draw=1.0` with "
-            "`draw=0.0`"
+            f"what is kept is not what training opens: train longer, and {remedies.compare_draws}"
         )
     return findings
 
 
-def _random_gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
-    """Returns the gain of random tokens, as a fraction of the gain of all tokens.
+def _random_gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> tuple[float, float]:
+    """Returns the gain of random tokens and its standard error, in units of the gain of all tokens.
 
-    A gain is the probability of the answer minus its probability without tokens.
+    A gain is the probability of the answer minus its probability without tokens. `SubsetGain`
+    compares with the tokens of another image instead, and samples several subsets; the criterion
+    for both is `subsets_suffice`.
 
     Args:
         loss: [b] loss of each question, by case; see `Diagnosis`.
 
     Returns:
-        The fraction; 0 if the gain of random tokens is not significant.
+        The gain and its error; (0, 0) if all tokens gain nothing.
     """
     none_prob, random_prob, full_prob = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
     gain, full_gain = random_prob - none_prob, float(np.mean(full_prob - none_prob))
+    if full_gain <= 0:
+        return 0.0, 0.0
     error = float(np.std(gain)) / math.sqrt(len(gain))
-    is_significant = full_gain > 0 and float(np.mean(gain)) > _NUM_ERRORS * error
-    return float(np.mean(gain)) / full_gain if is_significant else 0.0
+    return float(np.mean(gain)) / full_gain, error / full_gain
 
 
 def cases(

@@ -38,6 +38,16 @@ from stepprune_jax.user_input import UserError, expect, expect_type, local_path,
 
 AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
 
+# Short names of types, for the signatures that `help` shows.
+ImageTokens = Float[AnyArray, "b n d"]
+TextEmbeddings = Float[AnyArray, "b l e"]
+TokenScores = Float[AnyArray, "b n"]
+Loss = Float[Array, ""]
+LossFn = Callable[[Pruned], Any]
+AnswerLossFn = Callable[[Pruned], Float[Array, "b g"]]
+LmLossFn = Callable[[Float[Array, "b n d"]], Float[Array, ""]]
+Batch = tuple[AnyArray, AnyArray | None]  # image tokens and word embeddings
+
 # Options of `prune` and `select` that are fields of `Limits`.
 _LIMITS = ("min_tokens", "max_tokens", "max_steps", "group")
 # Platforms that `jax.export` lowers programs for.
@@ -99,6 +109,17 @@ class LossOptions(Masks, total=False):
 class Policy(Selector):
     """A trained selector with the functions that users call in front of any model.
 
+    With `StepPrune` as the policy, and `import stepprune_jax as sp`::
+
+        policy = sp.StepPrune.init(key, config, stats)  # randomly initialized weights
+        pruned = policy.prune(image, text)  # the kept tokens; inside jit: policy.select
+        loss, aux = policy.train_loss(key, image, text, lm_loss_fn)  # or policy.rloo_loss
+        sp.save_policy(policy, "policy.safetensors")
+        policy = sp.load_policy("policy.safetensors")
+
+    Further functions: `with_budget`, `diagnose`, `calibrate`, `measure_subset_gain`,
+    `warm_start_loss`, `export`, and `replace`, which returns a copy with other fields.
+
     A policy is a pytree whose leaves are weights, statistics, stop bias and the number of its
     budget: pass it to a jitted function as an argument. Its subclasses are the methods, such as
     `StepPrune`.
@@ -125,12 +146,12 @@ class Policy(Selector):
     @jax.transfer_guard("allow")
     def prune(
         self,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None = None,
+        image: "ImageTokens",
+        text: "TextEmbeddings | None" = None,
         *,
         order: str = "raster",
-        **options: Unpack[SelectOptions],
-    ) -> Pruned:
+        **options: "Unpack[SelectOptions]",
+    ) -> "Pruned":
         """Selects the image tokens that matter for each question; see `stepprune_jax.prune`.
 
         The function reads the number of kept tokens on the host, so it cannot be jitted. `select`
@@ -162,13 +183,13 @@ class Policy(Selector):
 
     def select(
         self,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None = None,
+        image: "ImageTokens",
+        text: "TextEmbeddings | None" = None,
         *,
         capacity: int,
         order: str = "raster",
-        **options: Unpack[SelectOptions],
-    ) -> Pruned:
+        **options: "Unpack[SelectOptions]",
+    ) -> "Pruned":
         """Selects image tokens with static shapes, for use within a jitted function.
 
         For example::
@@ -203,15 +224,15 @@ class Policy(Selector):
 
     def export(
         self,
-        path: str | Path,
+        path: "str | Path",
         *,
         num_tokens: int,
         num_words: int,
         capacity: int | None = None,
         batch: int | str = "b",
-        platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+        platforms: "Sequence[str]" = ("cpu", "cuda", "tpu"),
         **options: Any,
-    ) -> Path:
+    ) -> "Path":
         """Exports `select` with the weights to a file, as one StableHLO program of `jax.export`.
 
         The program runs without this package. It maps float32 image tokens [b, n, d], word
@@ -267,12 +288,12 @@ class Policy(Selector):
 
     def train_loss(
         self,
-        key: Array,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
-        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-        **options: Unpack[LossOptions],
-    ) -> tuple[Float[Array, ""], Aux]:
+        key: "Array",
+        image: "ImageTokens",
+        text: "TextEmbeddings | None",
+        lm_loss_fn: "LmLossFn",
+        **options: "Unpack[LossOptions]",
+    ) -> "tuple[Loss, Aux]":
         """Computes the training objective through the noise gate; see `stepprune_jax.train_loss`.
 
         The noise gate passes all tokens to the language model, but adds noise to the tokens that
@@ -309,13 +330,13 @@ class Policy(Selector):
 
     def rloo_loss(
         self,
-        key: Array,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
-        answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-        settings: RlooSettings | None = None,
-        **masks: Unpack[Masks],
-    ) -> tuple[Float[Array, ""], Aux]:
+        key: "Array",
+        image: "ImageTokens",
+        text: "TextEmbeddings | None",
+        answer_loss_fn: "AnswerLossFn",
+        settings: "RlooSettings | None" = None,
+        **masks: "Unpack[Masks]",
+    ) -> "tuple[Loss, Aux]":
         """Computes the RLOO objective on sampled subsets; see `selectors.rloo.rloo_loss`.
 
         Only the log-probabilities of the policy are differentiated, so `answer_loss_fn` needs no
@@ -328,8 +349,8 @@ class Policy(Selector):
             text: [b, l, e] word embeddings of the question, never of the answer.
             answer_loss_fn: maps subsets of kept tokens, with leaves [b, g, ...], to the mean loss
                 of the answer's tokens for each subset, [b, g].
-            settings: number and sizes of the subsets; None for 8 subsets and the defaults of
-                `RlooSettings`.
+            settings: number and sizes of the subsets; None for the defaults of
+                `stepprune_jax.RlooSettings`: 8 subsets, of at most 11 % of the tokens.
             **masks: see `Masks`.
 
         Returns:
@@ -346,12 +367,12 @@ class Policy(Selector):
 
     def warm_start_loss(
         self,
-        key: Array,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
-        importance: Float[AnyArray, "b n"],
-        **masks: Unpack[Masks],
-    ) -> tuple[Float[Array, ""], Aux]:
+        key: "Array",
+        image: "ImageTokens",
+        text: "TextEmbeddings | None",
+        importance: "TokenScores",
+        **masks: "Unpack[Masks]",
+    ) -> "tuple[Loss, Aux]":
         """Computes the loss of the warm start; see `stepprune_jax.warm_start_loss`.
 
         Train with this loss before `rloo_loss`. The policy then learns where the frozen model
@@ -379,13 +400,13 @@ class Policy(Selector):
 
     def measure_subset_gain(
         self,
-        key: Array,
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
-        answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-        settings: RlooSettings | None = None,
-        **masks: Unpack[Masks],
-    ) -> SubsetGain:
+        key: "Array",
+        image: "ImageTokens",
+        text: "TextEmbeddings | None",
+        answer_loss_fn: "AnswerLossFn",
+        settings: "RlooSettings | None" = None,
+        **masks: "Unpack[Masks]",
+    ) -> "SubsetGain":
         """Measures whether this policy can be trained with RLOO, or needs the noise gate first.
 
         RLOO learns only if sampled subsets of tokens improve the answers. Pass a few hundred
@@ -401,7 +422,8 @@ class Policy(Selector):
             **masks: see `Masks`.
 
         Returns:
-            The gain of subsets. Its `suffices` is the decision; `print` shows the measurements.
+            The gain of subsets. `suffices` is the decision; `print` shows the measurements and
+            the functions to train with next.
 
         Raises:
             ValueError: an error of `rloo_loss`.
@@ -414,15 +436,15 @@ class Policy(Selector):
 
     def diagnose(
         self,
-        loss_fn: Callable[[Pruned], Any],
-        image: Float[AnyArray, "b n d"],
-        text: Float[AnyArray, "b l e"] | None,
-        budgets: Sequence[int],
+        loss_fn: "LossFn",
+        image: "ImageTokens",
+        text: "TextEmbeddings | None",
+        budgets: "Sequence[int]",
         *,
-        key: Array | None = None,
+        key: "Array | None" = None,
         recipe: str = "",
-        **masks: Unpack[Masks],
-    ) -> list[Diagnosis]:
+        **masks: "Unpack[Masks]",
+    ) -> "list[Diagnosis]":
         """Diagnoses learning: compares the loss with the kept tokens to four baselines.
 
         A falling training loss is no proof of learning: it also falls if the policy only learns
@@ -440,8 +462,8 @@ class Policy(Selector):
                 question of its neighbour.
             budgets: numbers of tokens to keep; one diagnosis each.
             key: PRNG key of the random tokens; consumed.
-            recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe
-                would be better.
+            recipe: "gate" for a policy that was trained with `train_loss`, "rloo" for one that was
+                trained with `rloo_loss`. The diagnosis then says if it should change.
             **masks: see `Masks`.
 
         Returns:
@@ -475,8 +497,8 @@ class Policy(Selector):
     @jax.transfer_guard("allow")
     def calibrate(
         self: AnyPolicy,
-        batches: Iterable[tuple[AnyArray, AnyArray | None]],
-        decoder: DecoderFns | None = None,
+        batches: "Iterable[Batch]",
+        decoder: "DecoderFns | None" = None,
     ) -> AnyPolicy:
         """Measures how many tokens the policy keeps on average at each stop bias.
 

@@ -39,9 +39,15 @@ from stepprune_jax.settings import Settings, choice, count, setting, share
 # with the gate costs little.
 MIN_GAIN = 0.06
 
-# Smallest standard deviation of a question's rewards that an advantage is divided by: smaller
-# deviations are differences of probabilities that no answer shows.
-MIN_DEVIATION = 0.01
+
+def subsets_suffice(gain: float, error: float) -> bool:
+    """Returns whether RLOO can start; the criterion of `SubsetGain` and of a diagnosis.
+
+    Args:
+        gain: gain of random subsets, as a fraction of the gain of all tokens.
+        error: standard error of `gain`.
+    """
+    return gain - error >= MIN_GAIN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,24 +55,18 @@ class RlooSettings(Settings, path="config.rloo"):
     """Settings of RLOO; `training.RlooTraining` adds learning rates and a price for a run.
 
     Attributes:
-        samples: g, the number of subsets per question.
-        longest: size of the largest subset, as a fraction of an image's tokens.
-        stops: fraction of the questions whose subsets end by the policy's learned stop. All other
-            questions have an exact count, log-uniform up to `longest`. The stop pays the price of
-            all tokens that it would keep, including tokens beyond `longest`.
-        positions: position ids of kept tokens in `train.py`, "original" or "compact".
-        advantage: "difference" to the mean reward of the question's other subsets, or
-            "normalized", divided by the standard deviation of the question's rewards.
-        anneal: fraction of the updates over which the smallest exact count falls from `longest` to
-            its final value; 0 uses the final range in all updates.
+        samples: g, the number of subsets per question; 8 by default.
+        longest: size of the largest subset, as a fraction of an image's tokens; 0.11 by default.
+        stops: fraction of the questions whose subsets end by the policy's learned stop; 0.25 by
+            default. All other questions have an exact count, log-uniform up to `longest`. The stop
+            pays the price of all tokens that it would keep, including tokens beyond `longest`.
+        positions: position ids of kept tokens in `train.py`, "original" (default) or "compact".
     """
 
     samples: int = count(8, minimum=2)
     longest: float = setting(0.11, "a share in (0, 1]", lambda value: 0 < value <= 1)
     stops: float = share(0.25)
     positions: str = choice("original", POSITIONS)
-    advantage: str = choice("difference", ("difference", "normalized"))
-    anneal: float = share(0.0)
 
 
 class SubsetRewards(NamedTuple):
@@ -85,7 +85,7 @@ class SubsetRewards(NamedTuple):
 
 
 class SubsetGain(NamedTuple):
-    """Gain of random subsets, which decides whether RLOO can start; `str` describes the decision.
+    """Gain of random subsets, which decides whether RLOO can start; `str` says what to do next.
 
     The spread of the rewards of a question's subsets could not decide it: with few possible
     answers, lucky guesses spread the rewards as much as informative tokens do. A run's folder
@@ -114,7 +114,7 @@ class SubsetGain(NamedTuple):
     @property
     def suffices(self) -> bool:
         """Whether training can start with RLOO."""
-        return self.gain - self._gain_error >= MIN_GAIN
+        return subsets_suffice(self.gain, self._gain_error)
 
     def is_better_than(self, before: "SubsetGain") -> bool:
         """Whether the mean reward of subsets rose by more than two standard errors.
@@ -138,7 +138,27 @@ class SubsetGain(NamedTuple):
         full_gain = self.all - self.luck
         return self.error / full_gain if full_gain > 0 else 0.0
 
+    @property
+    def advice(self) -> str:
+        """The functions of `Policy` to train with next, in a sentence."""
+        if self.all <= self.luck:
+            return (
+                "check answer_loss_fn: all tokens answer no better than the tokens of another "
+                "image, so the model does not read the image, or the questions are few"
+            )
+        if self.suffices:
+            return "train with Policy.rloo_loss"
+        return (
+            "train first with Policy.warm_start_loss, measure again, and continue with "
+            "Policy.rloo_loss if the gain has risen; otherwise train first with Policy.train_loss"
+        )
+
     def __str__(self) -> str:
+        return f"{self.summary}\nnext: {self.advice}"
+
+    @property
+    def summary(self) -> str:
+        """The gain, the criterion and the mean rewards, in one line."""
         clarity = "clearly" if self.suffices else "not clearly"
         return (
             f"a few tokens gain {100 * self.gain:.1f} +- {100 * self._gain_error:.1f} % of what "
@@ -210,10 +230,7 @@ def rloo_loss(
     # `leave_one_out` compares the subsets of a question along the leading axis: [g, b].
     answer_loss = _answer_losses(answer_loss_fn, kept).T
     reward = jnp.exp(-answer_loss)
-    advantage = leave_one_out(reward)
-    if settings.advantage == "normalized":
-        advantage = advantage / jnp.maximum(jnp.std(reward, axis=0), MIN_DEVIATION)
-    advantage = jax.lax.stop_gradient(advantage)
+    advantage = jax.lax.stop_gradient(leave_one_out(reward))
     loss = -jnp.mean(advantage * subsets.log_prob)
     metrics = {
         "lm_loss": jnp.mean(answer_loss),
@@ -373,11 +390,7 @@ def _sample_and_gather(
     max_count = jnp.clip((settings.longest * num_tokens).astype(jnp.int32), 1, capacity)
     # Log-uniform counts: each doubling of the count is equally likely.
     min_fraction, _ = RANDOM_BUDGET
-    min_fraction = min(min_fraction, settings.longest)
-    if settings.anneal:
-        done = jnp.minimum(1.0, progress.share / settings.anneal)
-        min_fraction = settings.longest * (min_fraction / settings.longest) ** done
-    fraction_range = min_fraction, settings.longest
+    fraction_range = min(min_fraction, settings.longest), settings.longest
     exact_count = draw_budgets(budget_key, num_tokens, max_count, fraction_range)
     stop_probability = settings.stops if method.has_stop else 0.0
     uses_stop = jax.random.uniform(stop_key, (batch_size,), jnp.float32) < stop_probability

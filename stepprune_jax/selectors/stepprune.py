@@ -36,7 +36,17 @@ from stepprune_jax.selectors.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class StepPrune(Policy):
-    """Keeps the tokens that a trained pointer policy chooses.
+    """Keeps the tokens that a trained pointer policy chooses, one by one, up to a learned stop.
+
+    From random weights to a file and back, with `import stepprune_jax as sp`::
+
+        policy = sp.StepPrune.init(key, config, stats)  # randomly initialized weights
+        pruned = policy.prune(image, text)  # the kept tokens; inside jit: policy.select
+        loss, aux = policy.train_loss(key, image, text, lm_loss_fn)  # or policy.rloo_loss
+        sp.save_policy(policy, "policy.safetensors")
+        policy = sp.load_policy("policy.safetensors")
+
+    `Policy` describes these functions and their arguments.
 
     Attributes:
         budget: an exact count or fraction; a mean count, which needs a calibration; or "adaptive"

@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepprune_jax.inference.text import TextStream, answer_text
-from stepprune_jax.serving.batching import AnswerStart, AnswerTokens, Metrics
+from stepprune_jax.serving.batching import AnswerStart, AnswerTokens, Metrics, TokenLogprobs
 from stepprune_jax.serving.engine import EngineBackend
 from stepprune_jax.serving.fields import RequestError, quote
 from stepprune_jax.serving.local import LocalBackend
@@ -41,6 +42,7 @@ _CLIENT_GONE = 499
 _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 # Response headers by status. The server closes the connection of a body that it does not read.
 _ERROR_HEADERS = {
+    401: {"connection": "close", "www-authenticate": "Bearer"},
     408: {"connection": "close"},
     413: {"connection": "close"},
     415: {"connection": "close", "accept-encoding": "identity"},
@@ -57,6 +59,9 @@ class ChatApp:
         backend: EngineBackend | LocalBackend,
         metrics: Metrics,
         max_in_flight: int,
+        *,
+        api_key: str | None = None,
+        logs_requests: bool = False,
     ):
         """Connects the parts of a server.
 
@@ -66,7 +71,10 @@ class ChatApp:
             metrics: the metrics that the server publishes at /metrics.
             max_in_flight: largest number of requests that are read or answered at a time. Further
                 requests are refused with status 429.
+            api_key: key that requests below /v1 need; None needs no key.
+            logs_requests: whether to log a line for each request.
         """
+        self._api_key, self._logs_requests = api_key, logs_requests
         self._parser, self._backend, self._metrics = parser, backend, metrics
         self._max_in_flight, self._num_in_flight = max_in_flight, 0
         self._creation_time = int(time.time())
@@ -95,6 +103,9 @@ class ChatApp:
             allow_headers=["*"],
         )
         middleware = [cross_origin] if origins else []
+        if self._api_key is not None:  # After `cross_origin`: a browser asks first without a key.
+            key_check = Middleware(_ApiKeyCheck, api_key=self._api_key, metrics=self._metrics)
+            middleware.append(key_check)
         return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -137,10 +148,10 @@ class ChatApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a chat request: sends its answer or an error, and records its metrics."""
-        start_time, status = time.perf_counter(), _CLIENT_GONE
+        start_time, status, record = time.perf_counter(), _CLIENT_GONE, _RequestRecord()
         self._num_in_flight += 1
         try:
-            status = await self._answer(scope, receive, send, start_time)
+            status = await self._answer(scope, receive, send, start_time, record)
         except RequestError as error:
             status = error.status
             await _error_response(error)(scope, receive, send)
@@ -152,9 +163,19 @@ class ChatApp:
         finally:
             self._num_in_flight -= 1
             self._metrics.requests.labels(status).inc()
-            self._metrics.request_seconds.observe(time.perf_counter() - start_time)
+            seconds = time.perf_counter() - start_time
+            self._metrics.request_seconds.observe(seconds)
+            if self._logs_requests:
+                _logger.info("%s", record.format(status, seconds))
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, start_time: float) -> int:
+    async def _answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        start_time: float,
+        record: "_RequestRecord",
+    ) -> int:
         """Answers a chat request.
 
         Args:
@@ -162,6 +183,7 @@ class ChatApp:
             receive: receives ASGI messages from the client.
             send: sends ASGI messages to the client.
             start_time: start of the request by `time.perf_counter`.
+            record: gets the reply and the time of its first token.
 
         Returns:
             The HTTP status of the request, for metrics.
@@ -183,8 +205,11 @@ class ChatApp:
             first_tokens = await _cancel_on_disconnect(receive, anext(events))
             self._metrics.visual_tokens.inc(start.visual_tokens)
             self._metrics.visual_tokens_kept.inc(start.kept)
-            self._metrics.first_token_seconds.observe(time.perf_counter() - start_time)
-            reply = _Reply(chat, self._parser, start)
+            if chat.num_images:
+                self._metrics.kept_tokens.observe(start.kept)
+            record.first_token_seconds = time.perf_counter() - start_time
+            self._metrics.first_token_seconds.observe(record.first_token_seconds)
+            record.reply = reply = _Reply(chat, self._parser, start)
             if not chat.is_streamed:
                 completion = reply.complete(first_tokens, events)
                 fields = await _cancel_on_disconnect(receive, completion)
@@ -195,8 +220,86 @@ class ChatApp:
             return reply.status
 
 
+class _RequestRecord:
+    """Facts of one request for the log. Filled by `ChatApp` while the request is answered.
+
+    Attributes:
+        first_token_seconds: seconds until the first token; None before the first token.
+        reply: the reply; None before the first token.
+    """
+
+    def __init__(self):
+        self.first_token_seconds: float | None = None
+        self.reply: _Reply | None = None
+
+    def format(self, status: int, seconds: float) -> str:
+        """Returns the line of the log.
+
+        Args:
+            status: HTTP status; 499 for a client that disconnected.
+            seconds: seconds from the request to the end of its answer.
+        """
+        parts = [f"chat {status} in {seconds:.3f} s"]
+        if self.reply is not None:
+            usage = self.reply.count_usage()
+            parts += [
+                f"first token after {self.first_token_seconds:.3f} s",
+                f"kept {usage['visual_tokens_kept']} of {usage['visual_tokens']} visual tokens",
+                f"{usage['prompt_tokens']} prompt tokens",
+                f"{usage['completion_tokens']} answer tokens",
+            ]
+        return ", ".join(parts)
+
+
+class _Choice:
+    """Decodes the tokens of one of the answers to a request.
+
+    Attributes:
+        ids: all token ids until now.
+        text: all text until now.
+        logprobs: log-probabilities of all tokens, in OpenAI's format.
+        finish: why the answer has ended; None before its end.
+    """
+
+    def __init__(self, tokenizer: Any, chat: ChatRequest):
+        """Creates an answer without tokens.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            chat: the request.
+        """
+        self.ids: list[int] = []
+        self.text, self.finish = "", None
+        self.logprobs: list[dict[str, Any]] = []
+        self._tokenizer = tokenizer
+        self._text_stream = TextStream(tokenizer, chat.stop_texts)
+        # A response without stream or stop texts needs no partial text, so all tokens are decoded
+        # once at the end.
+        self._is_incremental = bool(chat.is_streamed or chat.stop_texts)
+
+    def add(self, tokens: AnswerTokens) -> str:
+        """Adds tokens, and returns the text that is complete with these tokens.
+
+        If the answer reaches one of the request's stop texts, `finish` becomes "stop".
+        """
+        # A token is decoded on the event loop. This takes 10 to 20 microseconds, at any length of
+        # the answer: less than to pass the token to another thread and back.
+        self.ids += tokens.ids
+        self.logprobs += map(_format_logprobs, tokens.logprobs)
+        self.finish = tokens.finish
+        text = "".join(map(self._text_stream.add, tokens.ids)) if self._is_incremental else ""
+        if self._text_stream.stopped:
+            self.finish = "stop"
+        elif self.finish is not None and self._is_incremental:
+            text += self._text_stream.finish()
+        elif self.finish is not None:
+            text = answer_text(self._tokenizer, self.ids)
+        self.text += text
+        return text
+
+
 class _Reply:
-    """Formats one answer as OpenAI does, while its tokens arrive.
+    """Formats the answers to one request as OpenAI does, while their tokens arrive.
 
     Attributes:
         status: HTTP status of a streamed answer, for metrics: `_CLIENT_GONE` until the stream ends.
@@ -211,108 +314,120 @@ class _Reply:
             start: the first event of the answer, which has the token counts of the prompt.
         """
         self._chat, self._start = chat, start
-        self._tokenizer, self._answer_ids = parser.model.tokenizer, []
+        tokenizer = parser.model.tokenizer
+        self._choices = [_Choice(tokenizer, chat) for _ in range(chat.num_choices)]
         reply_id, creation_time = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._fields = {"id": reply_id, "created": creation_time, "model": parser.name}
+        # Kept tokens are sent once: in the response, or in the first chunk of a stream.
+        self._kept_field = {}
+        if chat.has_kept_tokens:
+            backbone = parser.model.backbone
+            cells = [backbone.token_cells(image.grid, image.indices) for image in start.images]
+            self._kept_field["kept_tokens"] = [
+                {"grid": list(image.grid), "cells": cells_of_image.tolist()}
+                for image, cells_of_image in zip(start.images, cells, strict=True)
+            ]
         self.status = _CLIENT_GONE
 
     async def complete(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> dict[str, Any]:
-        """Waits for the end of an answer and returns the response to a request without a stream.
+        """Waits for the end of all answers and returns the response to a request without a stream.
 
         Args:
-            first_tokens: the first tokens of the answer, which were taken from `events`.
-            events: further tokens of the answer.
+            first_tokens: the first tokens of an answer, which were taken from `events`.
+            events: further tokens of the answers.
 
         Returns:
             The fields of the JSON response.
         """
-        texts, finish_reason = [], None
-        async for text, tokens in self._decode(first_tokens, events):
-            texts.append(text)
-            finish_reason = tokens.finish
-        message = {"role": "assistant", "content": "".join(texts)}
-        choice = self._format_choice({"message": message}, finish_reason, self._answer_ids)
-        fields = {**self._fields, "object": "chat.completion", "choices": [choice]}
-        return {**fields, "usage": self._count_usage()}
+        async for _ in self._decode(first_tokens, events):
+            pass
+        choices = []
+        for number, choice in enumerate(self._choices):
+            message = {"role": "assistant", "content": choice.text}
+            choices.append(
+                self._format_choice(number, {"message": message}, choice.ids, choice.logprobs)
+            )
+        fields = {**self._fields, "object": "chat.completion", "choices": choices}
+        return {**fields, "usage": self.count_usage(), **self._kept_field}
 
     async def stream(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> AsyncIterator[bytes]:
-        """Yields the server-sent events of an answer. An error becomes the last event.
+        """Yields the server-sent events of the answers. An error becomes the last event.
 
         Args:
-            first_tokens: the first tokens of the answer, which were taken from `events`.
-            events: further tokens of the answer.
+            first_tokens: the first tokens of an answer, which were taken from `events`.
+            events: further tokens of the answers.
         """
         chunk_fields = {**self._fields, "object": "chat.completion.chunk"}
-        role_field = {"role": "assistant"}  # Only the first chunk has the role.
+        kept_field = self._kept_field
+        has_role = [False] * len(self._choices)  # Only the first chunk of an answer has the role.
         try:
             async for text, tokens in self._decode(first_tokens, events):
+                role_field = {} if has_role[tokens.choice] else {"role": "assistant"}
+                has_role[tokens.choice] = True
                 delta = {**role_field, "content": text}
-                choice = self._format_choice({"delta": delta}, tokens.finish, tokens.ids)
-                yield _format_event({**chunk_fields, "choices": [choice]})
-                role_field = {}
+                logprobs = list(map(_format_logprobs, tokens.logprobs))
+                choice = self._format_choice(tokens.choice, {"delta": delta}, tokens.ids, logprobs)
+                yield _format_event({**chunk_fields, "choices": [choice], **kept_field})
+                kept_field = {}
         except Exception as error:
             request_error = error if isinstance(error, RequestError) else _log_failure()
             self.status = request_error.status
             yield _format_event(_error_fields(request_error))
             return
         if self._chat.has_usage:
-            yield _format_event({**chunk_fields, "choices": [], "usage": self._count_usage()})
+            yield _format_event({**chunk_fields, "choices": [], "usage": self.count_usage()})
         yield b"data: [DONE]\n\n"
         self.status = 200
 
     async def _decode(
         self, tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
     ) -> AsyncIterator[tuple[str, AnswerTokens]]:
-        """Decodes the tokens of an answer to text, until the answer ends.
+        """Decodes the tokens of the answers to text, until all answers end.
 
         Args:
-            tokens: the first tokens of the answer, which were taken from `events`.
-            events: further tokens of the answer.
+            tokens: the first tokens of an answer, which were taken from `events`.
+            events: further tokens of the answers.
 
         Yields:
-            New tokens, and the text that is complete with these tokens. If the answer reaches one
-            of the request's stop texts, the last tokens have the finish reason "stop".
+            The text that is complete with new tokens, and these tokens.
         """
-        # A token is decoded on the event loop. This takes 10 to 20 microseconds, at any length of
-        # the answer: less than to pass the token to another thread and back.
-        text_stream = TextStream(self._tokenizer, self._chat.stop_texts)
-        # A response without stream or stop texts needs no partial text, so all tokens are decoded
-        # once at the end.
-        is_incremental = self._chat.is_streamed or self._chat.stop_texts
         while True:
-            self._answer_ids += tokens.ids
-            text = "".join(map(text_stream.add, tokens.ids)) if is_incremental else ""
-            if text_stream.stopped:
-                tokens = tokens._replace(finish="stop")
-            elif tokens.finish is not None and is_incremental:
-                text += text_stream.finish()
-            elif tokens.finish is not None:
-                text = answer_text(self._tokenizer, self._answer_ids)
-            yield text, tokens
-            if tokens.finish is not None:
+            choice = self._choices[tokens.choice]
+            if choice.finish is None:  # The engine may continue an answer after a stop text.
+                yield choice.add(tokens), tokens
+            if all(choice.finish is not None for choice in self._choices):
                 return
             tokens = await anext(events)
 
     def _format_choice(
-        self, content: dict[str, Any], finish_reason: str | None, ids: Sequence[int]
+        self,
+        number: int,
+        content: dict[str, Any],
+        ids: Sequence[int],
+        logprobs: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Returns an element of "choices", the only one of a response or of a streamed chunk.
+        """Returns an element of "choices" of a response or of a streamed chunk.
 
         Args:
+            number: number of the answer, from 0.
             content: the field "message" of a response, or the field "delta" of a chunk.
-            finish_reason: why the answer ends with these tokens; None if it does not end.
             ids: token ids of the content, included if the request asks for token ids.
+            logprobs: log-probabilities of these tokens, included if the request asks for them.
         """
-        token_ids = {"token_ids": list(ids)} if self._chat.has_token_ids else {}
-        return {"index": 0, **content, "finish_reason": finish_reason, **token_ids}
+        fields = {"index": number, **content, "finish_reason": self._choices[number].finish}
+        if self._chat.num_top_logprobs is not None:
+            fields["logprobs"] = {"content": logprobs}
+        if self._chat.has_token_ids:
+            fields["token_ids"] = list(ids)
+        return fields
 
-    def _count_usage(self) -> dict[str, int]:
-        """Returns the field "usage" of a response: token counts of prompt, images and answer."""
-        num_answer_tokens = len(self._answer_ids)
+    def count_usage(self) -> dict[str, int]:
+        """Returns the field "usage" of a response: token counts of prompt, images and answers."""
+        num_answer_tokens = sum(len(choice.ids) for choice in self._choices)
         return {
             "prompt_tokens": self._start.prompt_tokens,
             "completion_tokens": num_answer_tokens,
@@ -320,6 +435,35 @@ class _Reply:
             "visual_tokens": self._start.visual_tokens,
             "visual_tokens_kept": self._start.kept,
         }
+
+
+class _ApiKeyCheck:
+    """Middleware that refuses requests below /v1 without the server's API key.
+
+    Health and metrics need no key: balancers and Prometheus read them.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str, metrics: Metrics):
+        """Wraps an application.
+
+        Args:
+            app: the application.
+            api_key: the key.
+            metrics: counts refused requests.
+        """
+        self._app, self._api_key, self._metrics = app, api_key.encode(), metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on if it has the key."""
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            has_key = secrets.compare_digest(key.strip().encode(), self._api_key)
+            if scheme.lower() != "bearer" or not has_key:
+                message = "the API key is missing or wrong, expected Authorization: Bearer KEY"
+                self._metrics.requests.labels(401).inc()
+                await _error_response(RequestError(401, message))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -384,6 +528,16 @@ async def _cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # Waits until both are cancelled.
+
+
+def _format_logprobs(position: TokenLogprobs) -> dict[str, Any]:
+    """Returns the log-probabilities at one position of an answer in OpenAI's format."""
+
+    def format_token(token: str, logprob: float) -> dict[str, Any]:
+        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+    top = [format_token(token, logprob) for token, logprob in position.top]
+    return {**format_token(position.token, position.logprob), "top_logprobs": top}
 
 
 def _format_event(fields: dict[str, Any]) -> bytes:

@@ -8,12 +8,28 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, disable_created_metrics
+import numpy as np
+from jaxtyping import Int
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Summary,
+    disable_created_metrics,
+)
 
+from stepprune_jax.inference.generate import list_kept_indices
+from stepprune_jax.inference.request import Request
 from stepprune_jax.policy.buckets import power_of_two
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+
+# Upper bounds of histogram buckets in seconds: from a small model on a GPU to a queue that is full.
+_SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+# Upper bounds of histogram buckets of visual tokens: from one token to several large images.
+_TOKENS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 
 # Otherwise each metric has a companion metric with its creation time, which nobody needs.
 disable_created_metrics()
@@ -37,10 +53,26 @@ class Metrics:
         self.visual_tokens = Counter("visual_tokens_total", "visual tokens of images", **options)
         help_text = "visual tokens that remained after pruning"
         self.visual_tokens_kept = Counter("visual_tokens_kept_total", help_text, **options)
+        help_text = "visual tokens that remained of a request with images"
+        self.kept_tokens = Histogram("kept_tokens", help_text, buckets=_TOKENS_BUCKETS, **options)
+        seconds = {"buckets": _SECONDS_BUCKETS, **options}
         help_text = "seconds from a request to the first token of its answer"
-        self.first_token_seconds = Summary("first_token_seconds", help_text, **options)
+        self.first_token_seconds = Histogram("first_token_seconds", help_text, **seconds)
         help_text = "seconds from a request to the end of its answer"
-        self.request_seconds = Summary("request_seconds", help_text, **options)
+        self.request_seconds = Histogram("request_seconds", help_text, **seconds)
+
+
+class KeptTokens(NamedTuple):
+    """The visual tokens of one image that remain after pruning. Made by `list_kept`.
+
+    Attributes:
+        grid: rows and columns of the image's tokens before pruning.
+        indices: indices of the kept tokens among the tokens of the image, in the order of selection
+            for a method with an order, otherwise in the order of the row; -1 for a merged token.
+    """
+
+    grid: tuple[int, int]
+    indices: tuple[int, ...]
 
 
 class AnswerStart(NamedTuple):
@@ -50,11 +82,27 @@ class AnswerStart(NamedTuple):
         prompt_tokens: number of tokens that enter the language model: text and kept visual tokens.
         visual_tokens: number of visual tokens of the images, before pruning.
         kept: number of visual tokens that remain after pruning.
+        images: the kept tokens of each image.
     """
 
     prompt_tokens: int
     visual_tokens: int
     kept: int
+    images: tuple[KeptTokens, ...] = ()
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position of an answer. Made by `EngineBackend`.
+
+    Attributes:
+        token: text of the sampled token.
+        logprob: log-probability of the sampled token.
+        top: texts and log-probabilities of the most probable tokens, the most probable first.
+    """
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
 
 
 class AnswerTokens(NamedTuple):
@@ -64,10 +112,39 @@ class AnswerTokens(NamedTuple):
         ids: the new token ids.
         finish: why the answer ends with these tokens: "stop" for an end-of-sequence token or a stop
             text, "length" for the length limit. None if the answer continues.
+        choice: number of the answer, from 0, if a request asks for several answers.
+        logprobs: log-probabilities of the new tokens; empty unless the request asks for them.
     """
 
     ids: tuple[int, ...]
     finish: str | None = None
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def list_kept(
+    request: Request,
+    index: Int[np.ndarray, "b s"],
+    image: Int[np.ndarray, "b s"],
+    order: Int[np.ndarray, "b j t"] | None,
+) -> list[tuple[KeptTokens, ...]]:
+    """Lists the kept tokens of each image of each row of a batch.
+
+    Args:
+        request: the joint request of the batch.
+        index: [b, s] index of each visual token in its image, as in `Sequence`.
+        image: [b, s] number of each token's image in its row; -1 for text and padding.
+        order: [b, j, t] indices of the tokens of each image in the order of selection; None for a
+            method without an order.
+    """
+    kept = []
+    for row, images_of_row in enumerate(request.image_of):
+        grids = () if request.images is None else request.images.grid[list(images_of_row)].tolist()
+        order_of_row = None if order is None else order[row]
+        indices = list_kept_indices(index[row], image[row], order_of_row, len(images_of_row))
+        grids = [(num_rows, num_columns) for num_rows, num_columns in grids]
+        kept.append(tuple(map(KeptTokens, grids, indices)))
+    return kept
 
 
 def pad_requests(requests: Sequence[T]) -> list[T]:

@@ -14,15 +14,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import httpx2
-import jax
 import numpy as np
 from jaxtyping import Float
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Images
 from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.request import join_requests
+from stepprune_jax.models.sequence import Kept
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.policy.buckets import pad_rows
 from stepprune_jax.serving.batching import (
     AnswerStart,
@@ -30,6 +30,8 @@ from stepprune_jax.serving.batching import (
     Batcher,
     Job,
     Metrics,
+    TokenLogprobs,
+    list_kept,
     pad_requests,
 )
 from stepprune_jax.serving.fields import RequestError
@@ -69,20 +71,28 @@ def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
         One row per request, in the order of `chats`.
     """
     pruner, options = chats[0].pruner, chats[0].options
-    request = join_requests([chat.request for chat in pad_requests(chats)])
+    request = join_requests(model.backbone, [chat.request for chat in pad_requests(chats)])
     prompts, images = request.prompts(), request.images
     if images is not None:
         # Repeats images up to a padded number, which bounds the number of tower programs.
         indices = pad_rows(len(images.grid), 1)
-        pixels = jax.tree.map(lambda leaf: leaf[indices], images.pixels)
-        grid, sizes, seed = images.grid[indices], images.sizes[indices], images.seed[indices]
-        images = Images(grid, sizes, seed, pixels)
-        images = pipeline.encode(model, images, pruner.taps(model.config), options.execution)
+        images = pipeline.encode(
+            model, images.take(indices), pruner.taps(model.config), options.execution
+        )
     batch = plan_batch(model, pruner, prompts, images, options)
     inputs = pipeline.prepare_prefill(model, batch)  # Selects the tokens.
-    embeddings, lengths = pipeline.embed(model, inputs)
+    built = pipeline.build_rows(model, inputs)
+    order = inputs.tokens.order if isinstance(inputs.tokens, Kept) else None
+    order = None if order is None else order[inputs.layout.pair]  # [pairs, t] to [rows, images, t]
+    embeddings, lengths, *kept = to_host(
+        (built.hidden, built.length, built.index, built.image, order)
+    )
     starts = map(
-        AnswerStart, lengths.tolist(), inputs.visual_tokens.tolist(), inputs.num_kept.tolist()
+        AnswerStart,
+        lengths.tolist(),
+        inputs.visual_tokens.tolist(),
+        inputs.num_kept.tolist(),
+        list_kept(request, *kept),
     )
     rows = [
         PromptRow(padded_row[: start.prompt_tokens], start)
@@ -207,11 +217,12 @@ class EngineBackend:
                     raise _engine_error(response.status_code, await response.aread())
                 # The last tokens are yielded after the complete stream has been read. Otherwise,
                 # the connection could not be reused.
-                last_tokens = None
+                last_tokens, num_unfinished = None, chat.num_choices
                 async for line in response.aiter_lines():
                     if last_tokens is None and line.startswith("data: {"):
-                        tokens = _parse_event(line.removeprefix("data: "))
-                        if tokens.finish is None:
+                        tokens = _parse_event(line.removeprefix("data: "), chat.num_top_logprobs)
+                        num_unfinished -= tokens.finish is not None
+                        if num_unfinished:
                             yield tokens
                         else:
                             last_tokens = tokens
@@ -260,11 +271,13 @@ class EngineBackend:
             raise RequestError(503, message) from error
 
 
-def _parse_event(event: str) -> AnswerTokens:
+def _parse_event(event: str, num_top_logprobs: int | None = None) -> AnswerTokens:
     """Parses a server-sent event of the engine.
 
     Args:
         event: the event's JSON data.
+        num_top_logprobs: number of most probable tokens to report at each position; None if the
+            request does not ask for log-probabilities.
 
     Raises:
         RequestError: the event reports an error.
@@ -274,7 +287,30 @@ def _parse_event(event: str) -> AnswerTokens:
     if "error" in fields:
         raise RequestError(503, f"the engine failed: {_error_message(event)}")
     choice = fields["choices"][0]
-    return AnswerTokens(tuple(choice.get("token_ids") or ()), choice.get("finish_reason"))
+    logprobs = ()
+    if num_top_logprobs is not None and choice.get("logprobs"):
+        logprobs = _parse_logprobs(choice["logprobs"], num_top_logprobs)
+    ids, finish_reason = tuple(choice.get("token_ids") or ()), choice.get("finish_reason")
+    return AnswerTokens(ids, finish_reason, choice.get("index", 0), logprobs)
+
+
+def _parse_logprobs(fields: dict[str, Any], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Parses the log-probabilities of an event, in the format of OpenAI's completions.
+
+    Args:
+        fields: lists with one element per position: "tokens", "token_logprobs", and "top_logprobs",
+            an object of log-probabilities by token that also has the sampled token.
+        num_top: number of most probable tokens to return at each position.
+    """
+    positions = zip(fields["tokens"], fields["token_logprobs"], fields["top_logprobs"], strict=True)
+    return tuple(
+        TokenLogprobs(
+            token,
+            logprob,
+            tuple(sorted((top or {}).items(), key=lambda item: -item[1])[:num_top]),
+        )
+        for token, logprob, top in positions
+    )
 
 
 def _engine_error(status: int, content: bytes) -> RequestError:

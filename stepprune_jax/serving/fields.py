@@ -90,6 +90,7 @@ def _is_stream_options(value: Any) -> bool:
 
 _ANY: Rule = (lambda _: True, "")
 _COUNT: Rule = (is_count, "an integer from 1")
+_MAX_TOP_LOGPROBS = 20  # The limit of OpenAI's interface and of vLLM.
 _FLAG: Rule = (lambda x: isinstance(x, bool), "true or false")
 _NUMBER: Rule = (is_number, "a number")
 _OBJECT: Rule = (lambda x: isinstance(x, dict), "an object")
@@ -107,19 +108,20 @@ BODY: dict[str, Rule] = {
     "stream": _FLAG,
     "stream_options": (_is_stream_options, "an object with only include_usage, true or false"),
     "return_token_ids": _FLAG,
+    "return_kept_tokens": _FLAG,
     "pruner": _TEXT,
     "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
     "mean_budget": _NUMBER,
     "positions": _TEXT,
     # Fields that the server does not implement. The valid values describe what the server does.
-    "n": _only(1),
+    "n": _only(1, when=_NO_ENGINE),
     "frequency_penalty": _only(0, when=_NO_ENGINE),
     "presence_penalty": _only(0, when=_NO_ENGINE),
     "logit_bias": _only({}, when=_NO_ENGINE),
     "min_p": _only(0, when=_NO_ENGINE),
     "top_k": _only(0, -1, when=_NO_ENGINE),
-    "logprobs": _only(False),
-    "top_logprobs": _only(0),
+    "logprobs": _only(False, when=_NO_ENGINE),
+    "top_logprobs": _only(0, when=_NO_ENGINE),
     "tools": _only([]),
     "tool_choice": _only("none", "auto"),
     "functions": _only([]),
@@ -142,6 +144,12 @@ BODY: dict[str, Rule] = {
 }
 # Fields that the engine implements. It checks their ranges.
 ENGINE: dict[str, Rule] = {
+    "n": _COUNT,
+    "logprobs": _FLAG,
+    "top_logprobs": (
+        lambda x: is_count(x, 0) and x <= _MAX_TOP_LOGPROBS,
+        f"an integer from 0 to {_MAX_TOP_LOGPROBS}",
+    ),
     "frequency_penalty": _NUMBER,
     "presence_penalty": _NUMBER,
     "logit_bias": _OBJECT,

@@ -18,6 +18,7 @@ from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.request import Request, join_requests
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.policy.buckets import power_of_two
 from stepprune_jax.serving.batching import (
     AnswerStart,
@@ -25,6 +26,7 @@ from stepprune_jax.serving.batching import (
     Batcher,
     Job,
     Metrics,
+    list_kept,
     pad_requests,
 )
 from stepprune_jax.serving.fields import RequestError
@@ -116,7 +118,8 @@ class LocalBackend:
         Returns:
             A generator with the settings of the chats, and the joint request.
         """
-        request = join_requests([chat.request for chat in pad_requests(chats)])
+        requests = [chat.request for chat in pad_requests(chats)]
+        request = join_requests(self._model.backbone, requests)
         first_chat = chats[0]
         max_tokens = self._padded_max_tokens(first_chat)
         options = dataclasses.replace(first_chat.options, max_tokens=max_tokens)
@@ -159,7 +162,9 @@ class LocalBackend:
         def report_start(prefill: PrefillResult) -> None:
             lengths = prefill.trace.stages[0].length.tolist()
             num_visual, num_kept = prefill.visual_tokens.tolist(), prefill.kept.tolist()
-            starts = map(AnswerStart, lengths, num_visual, num_kept)
+            stage, order = prefill.trace.stages[-1], prefill.trace.order
+            kept = list_kept(request, *to_host((stage.index, stage.image, order)))
+            starts = map(AnswerStart, lengths, num_visual, num_kept, kept)
             for job, start in zip(jobs, starts, strict=False):  # Padded rows have no job.
                 job.put(start)
 

@@ -48,8 +48,9 @@ _MAX_TOKEN_LENGTH = 32
 _ROLES = ("user", "assistant")
 _SYSTEM_ROLES = ("system", "developer")
 _PART_TYPES = ("text", "image_url")
-# Fields that an engine receives as the client sent them.
-_ENGINE_FIELDS = ("seed", "stop", *ENGINE)
+# Fields that an engine receives as the client sent them. In the engine's format, "logprobs" is a
+# number.
+_ENGINE_FIELDS = ("seed", "stop", *(name for name in ENGINE if "logprobs" not in name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,10 @@ class ChatRequest(NamedTuple):
         is_streamed: whether the answer is sent token by token.
         has_usage: whether a streamed answer ends with its token counts.
         has_token_ids: whether the answer includes its token ids.
+        has_kept_tokens: whether the answer includes the kept tokens of each image.
+        num_choices: number of answers.
+        num_top_logprobs: number of most probable tokens whose log-probabilities the answer includes
+            at each position; None for an answer without log-probabilities.
     """
 
     request: Request
@@ -156,6 +161,9 @@ class ChatRequest(NamedTuple):
     is_streamed: bool = False
     has_usage: bool = False
     has_token_ids: bool = False
+    has_kept_tokens: bool = False
+    num_choices: int = 1
+    num_top_logprobs: int | None = None
 
     @property
     def num_images(self) -> int:
@@ -244,26 +252,36 @@ class RequestParser:
         except UserError as error:
             raise messages_error(as_sent(str(error))) from error
         self._check_prompt_length(request, pruner)
-        stop_field = fields.get("stop", ())
+        stop_field, num_top_logprobs = fields.get("stop", ()), _read_logprobs(fields)
+        engine_fields = {name: fields[name] for name in _ENGINE_FIELDS if name in fields}
+        if num_top_logprobs is not None:
+            engine_fields["logprobs"] = num_top_logprobs
         return ChatRequest(
             request,
             pruner,
             sampling,
             options,
-            engine_fields={name: fields[name] for name in _ENGINE_FIELDS if name in fields},
+            engine_fields=engine_fields,
             stop_texts=(stop_field,) if isinstance(stop_field, str) else tuple(stop_field),
             is_streamed=fields.get("stream", False),
             has_usage=fields.get("stream_options", {}).get("include_usage") is True,
             has_token_ids=fields.get("return_token_ids", False),
+            has_kept_tokens=fields.get("return_kept_tokens", False),
+            num_choices=fields.get("n", 1),
+            num_top_logprobs=num_top_logprobs,
         )
 
-    def default_settings(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
-        """Returns the settings of a request without fields.
+    def default_settings(
+        self, *, is_sampled: bool, budget: str | None = None
+    ) -> tuple[Pruner, Sampling, RunOptions]:
+        """Returns the settings of a request without other fields.
 
         Args:
             is_sampled: whether the request sets a temperature.
+            budget: budget of the request; None for the server's budget.
         """
-        return self._read_settings({"temperature": 1.0, "seed": 0} if is_sampled else {})
+        fields: dict[str, Any] = {"temperature": 1.0, "seed": 0} if is_sampled else {}
+        return self._read_settings(fields if budget is None else {**fields, "budget": budget})
 
     def check_model_name(self, name: str) -> None:
         """Raises a RequestError if `name` is not the model that is served."""
@@ -435,6 +453,28 @@ class RequestParser:
                 expected = "a text part, or an image_url part of a user message"
                 raise messages_error(f"{part_path} is {quote(fields)}, expected {expected}")
         return "\n".join(texts), images
+
+
+def _read_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """Reads the fields of log-probabilities.
+
+    Args:
+        fields: fields of the body.
+
+    Returns:
+        The number of most probable tokens to report at each position. None if the request does not
+        ask for log-probabilities.
+
+    Raises:
+        RequestError: `top_logprobs` is set without `logprobs`.
+    """
+    num_top_logprobs = fields.get("top_logprobs", 0)
+    if fields.get("logprobs", False):
+        return num_top_logprobs
+    if num_top_logprobs:
+        message = f"top_logprobs is {num_top_logprobs}, expected logprobs to be true"
+        raise RequestError(400, message, "top_logprobs")
+    return None
 
 
 def _reject_constant(name: str) -> None:

@@ -7,6 +7,7 @@ token ids.
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Hashable, Iterator
@@ -57,10 +58,12 @@ class Extent(NamedTuple):
         size: width and height of the largest image in pixels. Images may also have the sides
             swapped.
         text: number of tokens of the longest text, including the tokens of the chat template.
+        budgets: budgets of requests that set one. Requests without a budget are always included.
     """
 
     size: tuple[int, int]
     text: int
+    budgets: tuple[str, ...] = ()
 
 
 class _BatchKind(NamedTuple):
@@ -70,11 +73,13 @@ class _BatchKind(NamedTuple):
         batch_size: number of requests.
         is_sampled: whether the requests have a temperature.
         images: images of each request; None for requests without images.
+        budget: budget that the requests set; None for the server's budget.
     """
 
     batch_size: int
     is_sampled: bool
     images: Images | None = None
+    budget: str | None = None
 
     @property
     def num_images(self) -> int:
@@ -86,6 +91,7 @@ class _BatchKind(NamedTuple):
         description += f"{self.num_images or 'no'} image{'s' * (self.num_images != 1)}"
         if self.images is not None:
             description += f" of {self.images.sizes[0]} tokens"
+        description += "" if self.budget is None else f", budget {self.budget}"
         return description + ", sampled" * self.is_sampled
 
 
@@ -93,9 +99,10 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
     """Compiles the programs of all requests within an extent, and logs the time of each program.
 
     Covers requests with up to two images, in all batch sizes of the server, with the server's
-    default pruner, budget and length limit. Some pruners drop tokens between two layers of the
-    language model and choose the number of tokens from the image, such as GlimpsePrune without a
-    budget. The layers after such a cut may still be compiled at a later request.
+    default pruner and length limit, and with its default budget and the extent's budgets. Some
+    pruners drop tokens between two layers of the language model and choose the number of tokens
+    from the image, such as GlimpsePrune without a budget. The layers after such a cut may still be
+    compiled at a later request.
 
     Args:
         parser: has the default settings of the server.
@@ -135,7 +142,10 @@ class _WarmUp:
     ):
         """Prepares placeholder images; Args as in `warm_up`."""
         self._parser, self._backend, self._extent = parser, backend, extent
-        self._model, self._compiled_shapes = parser.model, set[Hashable]()
+        self._model, self._compiled_shapes = (
+            parser.model,
+            {budget: set[Hashable]() for budget in (None, *extent.budgets)},
+        )
         # Text tokens of the shortest prompt, most of them from the chat template.
         shortest_prompt = read_request(self._model, ["."], system="").ids[0]
         self._min_text_length = max(1, len(shortest_prompt) - _TOKENIZER_SLACK)
@@ -149,18 +159,20 @@ class _WarmUp:
         return read_images(self._model.backbone, [pixels] * num_images)
 
     def list_kinds(self) -> Iterator[_BatchKind]:
-        """Yields one kind for each padded batch size, number of images and example image."""
+        """Yields a kind for each padded batch size, budget, number of images and example image."""
         batch_sizes = range(1, self._backend.batch_size + 1)
         padded_sizes = {len(pad_requests(range(batch_size))) for batch_size in batch_sizes}
         for batch_size in sorted(padded_sizes):
             # The local backend runs a request with a temperature in a batch of one request.
             has_sampling = batch_size == 1 and self._backend.samples
-            for is_sampled in (False, True) if has_sampling else (False,):
-                yield _BatchKind(batch_size, is_sampled)
+            for budget, is_sampled in itertools.product(
+                self._compiled_shapes, (False, True) if has_sampling else (False,)
+            ):
+                yield _BatchKind(batch_size, is_sampled, budget=budget)
                 for num_images in range(1, _MAX_IMAGES + 1):
                     for pixels in self._example_pixels:
                         images = self._repeat_image(pixels, num_images)
-                        yield _BatchKind(batch_size, is_sampled, images)
+                        yield _BatchKind(batch_size, is_sampled, images, budget)
 
     def run_kind(self, kind: _BatchKind) -> None:
         """Compiles the programs of one kind of batch, for texts and questions of all lengths.
@@ -169,7 +181,9 @@ class _WarmUp:
             kind: the kind of batch; one of `list_kinds`.
         """
         config = self._model.config
-        pruner, sampling, options = self._parser.default_settings(is_sampled=kind.is_sampled)
+        pruner, sampling, options = self._parser.default_settings(
+            is_sampled=kind.is_sampled, budget=kind.budget
+        )
         is_count_known = enters_known(config, pruner)
         is_joint = has_joint_bucket(config, kind.num_images)
         if not is_count_known:
@@ -229,7 +243,7 @@ class _WarmUp:
         image_of = tuple(range(kind.num_images))
         request = Request((prompt_ids,), (question_ids,), kind.images, (image_of,))
         chats = [ChatRequest(request, *settings)] * kind.batch_size
-        num_kept = self._backend.warm(chats, self._compiled_shapes)
+        num_kept = self._backend.warm(chats, self._compiled_shapes[kind.budget])
         if num_compiled() > num_compiled_before:
             seconds, row_length = time.perf_counter() - start_time, text_length + num_kept
             _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, row_length)

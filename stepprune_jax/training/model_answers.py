@@ -9,7 +9,7 @@ stored in the folder of the run, so an interrupted run continues where it stoppe
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -99,7 +99,7 @@ def generate_answers(
     return answers
 
 
-def answers_identity(answers: ModelAnswers) -> str:
+def answers_identity(answers: Mapping[tuple[int, int], str]) -> str:
     """Returns a hash of the answers, which does not depend on their order."""
     text = json.dumps(sorted(answers.items()))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -23,6 +23,7 @@ from stepprune_jax.data.json_files import JsonObject, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.source import Source, training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
+from stepprune_jax.extras import need
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.policy import FeatureStats
@@ -46,6 +47,7 @@ from stepprune_jax.training.trainer import Trainer
 from stepprune_jax.training.validation import (
     Validation,
     read_calibration_questions,
+    read_model_questions,
     read_questions,
 )
 from stepprune_jax.user_input import UserError, local_path
@@ -120,6 +122,8 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         validation = Validation(run, model, questions, workdir) if questions else None
         if signal_number := _stopped_before_start(interrupt):
             return signal_number
+        if is_new:
+            _announce_model(run, model, validation, workdir)
         trainer = Trainer(run, model, configs, batches)
         if is_new:
             trainer.init(start_weights)
@@ -147,10 +151,13 @@ def _check_outputs(run: Run, workdir: str | Path) -> Path:
     """Checks that a run can write its outputs, and returns the absolute path of its folder.
 
     Raises:
+        MissingPackageError: the validation draws overlays, and matplotlib is not installed.
         UserError: TensorBoard or Weights & Biases is not installed although requested; or the
             folder has a file with the name of a log but no `run.json`, as a data folder may have.
     """
     check_boards(run.tensorboard, run.wandb)
+    if run.validation.every and run.validation.overlays:
+        need("matplotlib", "config.validation.overlays, which draws, is not 0")
     workdir = local_path(workdir).resolve()
     log_files = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
     if log_files and not (workdir / RUN_FILE).exists():
@@ -338,6 +345,29 @@ def _announce(run: Run, batches: Batches, config: StepConfig) -> None:
     )
 
 
+def _announce_model(run: Run, model: VLM, validation: Validation | None, workdir: Path) -> None:
+    """Prints how well the frozen model answers validation questions, before the first update.
+
+    Args:
+        run: settings of the run.
+        model: the frozen model.
+        validation: the validation of the run. None reads questions of the validation split, if
+            there is one.
+        workdir: folder of the run.
+    """
+    if validation is None:
+        questions = read_model_questions(run)
+        if questions is None:
+            return
+        try:
+            validation = Validation(run, model, questions, workdir)
+        except UserError as error:  # A conversation may be too long, which training truncates.
+            distributed.say(f"the frozen model is not tested: {error}")
+            return
+    for line in validation.test_model():
+        distributed.say(line)
+
+
 def _decide(
     run: Run, configs: Sequence[StepConfig], trainer: Trainer, interrupt: Interrupt
 ) -> JsonObject | None:
@@ -375,7 +405,7 @@ def _decide(
     configs = _configs_from(begin, run, configs)
     trainer.use_phases(configs)
     phases = [config.phase for config in configs]
-    distributed.say(f"Recipe: {_describe_phases(phases)}, because {gain}; {reason}")
+    distributed.say(f"Recipe: {_describe_phases(phases)}, because {gain.summary}; {reason}")
     return {_BEGIN: begin, "signal": gain._asdict(), "trial": trial._asdict()}
 
 

@@ -1,6 +1,7 @@
 """Settings of a training run, and the recipe that follows from them."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ from stepprune_jax.training.recipes import (
     default_lr,
 )
 from stepprune_jax.user_input import UserError
+
+_LOG = logging.getLogger(__name__)
 
 AnyRun = TypeVar("AnyRun", bound="Run")
 
@@ -150,15 +153,18 @@ class Run(EvaluationRun):
 
     def __post_init__(self):
         super().__post_init__()
+        num_steps = self._count_shortest_phase()
+        prefix = "" if num_steps == self.steps else "the shorter phase of "
+        expected = f"an integer from 0, below {prefix}config.steps ({num_steps})"
+        self.optimizer.expect("warmup", self.optimizer.warmup < num_steps, expected)
+
+    def _count_shortest_phase(self) -> int:
+        """Returns the number of updates of the shortest phase that the run may have."""
         recipe = self.make_recipe()
         recipes = [recipe]
         if isinstance(recipe, Auto):
             recipes = [recipe.choose(begin) for begin in (GATE, WARM_START)]
-        phases = [phase for recipe in recipes for phase in recipe.phases(self.steps)]
-        num_steps = min(phase.num_steps for phase in phases)
-        prefix = "" if num_steps == self.steps else "the shorter phase of "
-        expected = f"an integer from 0, below {prefix}config.steps ({num_steps})"
-        self.optimizer.expect("warmup", self.optimizer.warmup < num_steps, expected)
+        return min(phase.num_steps for recipe in recipes for phase in recipe.phases(self.steps))
 
     @property
     def selector_group(self) -> str:
@@ -220,6 +226,9 @@ class Run(EvaluationRun):
     def replace(self: AnyRun, changes: Mapping[str, object]) -> AnyRun:
         """Returns the settings with some fields changed; see `Settings.replace`.
 
+        If the changes shorten a phase to less than the warm-up of the learning rate, and do not set
+        `optimizer.warmup`, the warm-up becomes a tenth of the shortest phase, and the log says so.
+
         Args:
             changes: new values by dotted name, such as {"optimizer.lr": 1e-3}.
 
@@ -233,7 +242,7 @@ class Run(EvaluationRun):
                     f"config.{name} is now config.{name.replace('policy_gradient', RLOO)}; "
                     f"config.recipe={RLOO} selects RLOO on sampled subsets"
                 )
-        run = super().replace(changes)
+        run = super().replace(self._shorten_warmup(changes) | dict(changes))
         ignored = run._ignored_by_rloo() if run.recipe == RLOO else {}
         for name in changes:
             if name in ignored:
@@ -241,6 +250,27 @@ class Run(EvaluationRun):
                     f"config.{name} has no effect on the recipe {RLOO!r}: {ignored[name]}"
                 )
         return run
+
+    def _shorten_warmup(self, changes: Mapping[str, object]) -> dict[str, object]:
+        """Returns the change of `optimizer.warmup` that makes other changes valid; {} for none.
+
+        Args:
+            changes: new values by dotted name.
+        """
+        if {"optimizer", "optimizer.warmup"} & changes.keys():
+            return {}
+        num_steps = super().replace({**changes, "optimizer.warmup": 0})._count_shortest_phase()
+        if self.optimizer.warmup < num_steps:
+            return {}
+        warmup = num_steps // 10
+        _LOG.info(
+            "config.optimizer.warmup is %d instead of %d, a tenth of the shortest phase (%d "
+            "updates); set it for another value",
+            warmup,
+            self.optimizer.warmup,
+            num_steps,
+        )
+        return {"optimizer.warmup": warmup}
 
     def free_fields(self) -> tuple[str, ...]:
         """Returns the names of fields and groups that no result of the run depends on.

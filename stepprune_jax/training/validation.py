@@ -15,7 +15,6 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as read_question_file
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
-from stepprune_jax.extras import need
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, batches, rank_all
 from stepprune_jax.inference.encode import encode_questions
@@ -33,6 +32,7 @@ from stepprune_jax.selectors import Policy
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
 from stepprune_jax.selectors.diagnosis import (
     ALL,
+    CONFIG_REMEDIES,
     NONE,
     OTHER_QUESTION,
     POLICY,
@@ -81,8 +81,6 @@ def read_questions(run: Run, config: StepConfig) -> Split | None:
     settings, model = run.validation, config.backbone.config
     if not settings.every:
         return None
-    if settings.overlays:
-        need("matplotlib", "config.validation.overlays, which draws, is not 0")
     max_kept = config.selector.longest(model.max_image_tokens)
     if settings.budget > max_kept:
         raise UserError(
@@ -96,6 +94,25 @@ def read_questions(run: Run, config: StepConfig) -> Split | None:
     if folder is None:
         raise UserError("config.validation.folder is empty, expected one with validation.jsonl")
     return thin(read_split(folder, "validation"), settings.questions)
+
+
+def read_model_questions(run: Run) -> Split | None:
+    """Reads questions on which the frozen model is tested before a run without validation.
+
+    Args:
+        run: settings of the run, with the number of questions.
+
+    Returns:
+        The questions with their answers; None if there is no validation split, if a file of the
+        split is invalid, or if calibration is turned off as well as validation.
+    """
+    folder = _find_folder(run)
+    if folder is None or not run.validation.calibrate:
+        return None
+    try:
+        return thin(read_split(folder, "validation"), run.validation.questions)
+    except (OSError, UserError):
+        return None
 
 
 def read_calibration_questions(run: Run) -> list[Question]:
@@ -133,6 +150,42 @@ def _find_folder(run: Run) -> Path | None:
     if run.validation.folder and not folder.is_dir():
         raise FileNotFoundError(f"config.validation.folder: no folder {folder}")
     return folder if folder_name else None
+
+
+# Below this accuracy with all tokens, most rewards and losses do not depend on the kept tokens.
+_MIN_ACCURACY = 0.1
+
+
+def describe_model(
+    is_correct: Bool[np.ndarray, " q"], is_blind_correct: Bool[np.ndarray, " q"]
+) -> list[str]:
+    """Describes how well the frozen model answers questions, and warns of useless questions.
+
+    Args:
+        is_correct: [q] whether the model answers a question with all visual tokens.
+        is_blind_correct: [q] whether the model answers a question without visual tokens.
+
+    Returns:
+        A line with the accuracies, and possibly a warning.
+    """
+    accuracy, blind_accuracy = is_correct.mean(), is_blind_correct.mean()
+    lines = [
+        f"the frozen model answers {100 * accuracy:.1f} % of {len(is_correct)} validation "
+        f"questions with all tokens, {100 * blind_accuracy:.1f} % without an image"
+    ]
+    gain = is_correct.astype(float) - is_blind_correct
+    error = gain.std(ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else 0.0
+    if accuracy < _MIN_ACCURACY:
+        lines.append(
+            "warning: the model can hardly answer these questions, so a policy has little to learn "
+            "from them; compare the form of the answers, or use another model"
+        )
+    elif gain.mean() <= 2 * error:
+        lines.append(
+            f"warning: the image gains {100 * gain.mean():.1f} +- {100 * error:.1f} points, so "
+            "these questions hardly show which tokens matter; use questions that need the image"
+        )
+    return lines
 
 
 class Validation:
@@ -187,6 +240,25 @@ class Validation:
         max_ids = max(len(row.ids) for row in rows)
         grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
         return stack_targets(rows, grid, max_ids, max(len(row.target) for row in rows))
+
+    def test_model(self) -> list[str]:
+        """Tests the frozen model on the questions, with all tokens and without visual tokens.
+
+        Returns:
+            One line with the accuracies, and a warning if the model cannot answer the questions or
+            if the image does not help it. A correct answer is the answer that the model prefers,
+            word by word.
+        """
+        num_questions, max_tokens = self._random_order.shape
+        order = np.tile(np.arange(max_tokens, dtype=np.int32), (num_questions, 1))
+        no_tokens = np.zeros(num_questions, np.int32)
+        self._fixed_scores = {
+            ALL: self.scores(order, self._encoded.sizes),
+            NONE: self.scores(order[:, :1], no_tokens),
+        }
+        _, is_correct = self._fixed_scores[ALL]
+        _, is_blind_correct = self._fixed_scores[NONE]
+        return describe_model(is_correct, is_blind_correct)
 
     def __call__(
         self, step: int, policy: Policy, entropy: float, recipe: str = ""
@@ -255,7 +327,14 @@ class Validation:
         }
         stop_counts = self._count_stops(policy, num_kept)
         mean_kept = round(float(num_kept.mean()))
-        diagnosis = describe(mean_kept, losses, entropy, recipe=recipe, stops=stop_counts)
+        diagnosis = describe(
+            mean_kept,
+            losses,
+            entropy,
+            recipe=recipe,
+            stops=stop_counts,
+            remedies=CONFIG_REMEDIES,
+        )
         for finding in diagnosis.findings:
             distributed.say(f"validation at step {step}: {finding}")
 

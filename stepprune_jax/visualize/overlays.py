@@ -79,7 +79,7 @@ def draw_answer(
     """
     overlays = []
     for image, grid, indices in zip(images, answer.grids, answer.kept_indices, strict=True):
-        panel = square_image(model, image, grid, indices)
+        panel = square_image(model, image, (grid[0], grid[1]), indices)
         num_tokens = model.backbone.num_tokens(np.array([grid]))[0]
         num_merged = sum(index < 0 for index in indices)
         overlays.append(

@@ -13,26 +13,37 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
+from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
-from stepprune_jax.evaluation.names import DEFAULT, LEARNED_STOP, learned_stop, without_learned_stop
+from stepprune_jax.evaluation.formats import Section, notes, sections
+from stepprune_jax.evaluation.names import (
+    ALL,
+    BLIND,
+    DEFAULT,
+    DOWNSAMPLED,
+    LEARNED_STOP,
+    learned_stop,
+    without_learned_stop,
+)
 from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
-from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
+from stepprune_jax.evaluation.table import BenchmarkTable, MethodScores
+from stepprune_jax.evaluation.uncertainty import Interval
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.overlays import Overlay, draw_rows, shorten
 from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
 _COLUMNS = 4  # Examples per row, so that a row fits the width of the page.
+_MAX_EXAMPLE_METHODS = 4
 _BUCKETS = 6  # The paper's Figure 3 has six buckets.
-# Values of one table row by name: the quantities of `_AXES` and "retention".
+# Values of one table row by name: the quantities of `_AXES`, "percent" and its "error".
 _Point = dict[str, float | None]
 # Horizontal axes of the retention plots: fields of a score with their labels.
 _AXES = {
@@ -95,49 +106,98 @@ def write_page(
     """
     blocks, distributions = [f"<p>{escape(_summarize_retention(table))}</p>"], []
     for answered_benchmark in benchmarks:
+        blocks.append(_examples_figure(answered_benchmark, table, num_examples))
         file = default_file(answered_benchmark.files)
         if file is not None:
             answers = _read_graded_answers(answered_benchmark, file)
-            overlays = _make_overlays(answered_benchmark.questions, answers, num_examples)
-            blocks.append(_examples_figure(answered_benchmark.benchmark, file, overlays))
             distribution = _distribution_figure(file, answers)
             if distribution:
                 title = escape(answered_benchmark.benchmark.title)
                 distributions += [f"<h2>{title}</h2>", distribution]
-    caption = "Retention: score in % of the score with all tokens."
-    blocks.append(_figure(draw_retention(table), caption))
+    blocks.append(_figure(draw_retention(table), _caption_retention(table)))
     blocks += map(_html_table, sections(table))
     note_items = "".join(f"<li>{escape(note)}</li>\n" for note in notes(table))
     blocks += [f"<ul>\n{note_items}</ul>" if note_items else "", *distributions]
     if command:
         blocks.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
-    body = "\n".join(blocks)
+    body, title = "\n".join(blocks), escape(_name_table(table))
     path.write_text(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>StepPrune: evaluation</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n"
-        f"<h1>StepPrune: evaluation</h1>\n{body}\n</body>\n</html>\n",
+        f"<title>{title}</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n"
+        f"<h1>{title}</h1>\n{body}\n</body>\n</html>\n",
         encoding="utf-8",
         errors="backslashreplace",  # A file name in the command may have bytes that are not UTF-8.
     )
     return path
 
 
-def _summarize_retention(table: BenchmarkTable) -> str:
-    """Returns a sentence about the retention of the policy, averaged over benchmarks.
+def _name_table(table: BenchmarkTable) -> str:
+    """Returns the title of the page: the methods and the benchmarks of the table."""
+    methods = [
+        without_learned_stop(row.method) for row in table.rows if row.method not in (ALL, BLIND)
+    ]
+    methods = list(dict.fromkeys(methods)) or [ALL]
+    titles = [BENCHMARKS[name].title for name in table.benchmarks]
+    method_text = _join_words(methods) if len(methods) <= 4 else f"{len(methods)} pruning methods"
+    benchmark_text = _join_words(titles) if len(titles) <= 4 else f"{len(titles)} benchmarks"
+    return f"{method_text} on {benchmark_text}"
 
-    The sentence is about the row of the learned stop. If this row lacks a score, it is about the
-    last row of the policy, which has the smallest budget.
+
+def _join_words(words: Sequence[str]) -> str:
+    """Joins words as in "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _summarize_retention(table: BenchmarkTable) -> str:
+    """Returns a sentence about the retention of one row, averaged over benchmarks.
+
+    The sentence is about the learned stop of the policy. If this row lacks a score, it is about the
+    last row of the policy, which has the smallest budget. A table without the policy has a sentence
+    about the best row with the smallest budget. Without any retention, the sentence says why.
     """
     policy_rows = [row for row in table.rows if row.method in (DEFAULT, LEARNED_STOP)]
     policy_rows.sort(key=lambda row: row.method != LEARNED_STOP)
-    for row in (*policy_rows[:1], *policy_rows[-1:]):
+    candidates = [*policy_rows[:1], *policy_rows[-1:]] or _best_rows(table)
+    for row in candidates:
         mean_kept, retention = row.mean("mean_k"), table.average(row)
         if mean_kept is not None and retention is not None:
+            interval = row.comparison.retention
+            ends = "" if interval is None else f", 95 % interval {interval.low:.1f} to "
+            ends += "" if interval is None else f"{interval.high:.1f} %"
             return (
                 f"With {mean_kept:.1f} of {table.num_tokens:,} visual tokens on average, "
-                f"{row.method} has {retention:.1f} % of the score with all tokens."
+                f"{row.method} has {retention:.1f} % of the score with all tokens{ends}."
             )
-    return "The policy's retention is not known: scores of the policy or of all tokens are missing."
+    return _explain_unknown_retention(table)
+
+
+def _best_rows(table: BenchmarkTable) -> list[MethodScores]:
+    """Returns the pruned rows with the smallest budget, the best first."""
+    rows = [
+        row
+        for row in table.rows
+        if row.method not in (ALL, BLIND) and row.budget and table.average(row) is not None
+    ]
+    smallest_budget = min((row.budget for row in rows if row.budget), default=None)
+    best_rows = [row for row in rows if row.budget == smallest_budget]
+    return sorted(best_rows, key=lambda row: -(table.average(row) or 0))
+
+
+def _explain_unknown_retention(table: BenchmarkTable) -> str:
+    """Returns a sentence that says why no row of the table has a retention."""
+    unpruned = table.all_tokens
+    if unpruned is None:
+        return (
+            f"No retention: the row of {ALL} is missing. Name it in --config.eval.methods as all."
+        )
+    headlines = [score["headline"] for score in unpruned.scores.values()]
+    if all(headline is None for headline in headlines):
+        return f"No retention: the row of {ALL} has no score yet; the notes below say why."
+    if 0 in headlines:
+        return f"No retention: with {ALL}, the model answers no question of a benchmark correctly."
+    if len(table.rows) == 1:
+        return f"The only row is the row of {ALL}."
+    return f"No retention: no pruned row has scores on the same questions as the row of {ALL}."
 
 
 def _html_table(section: Section) -> str:
@@ -209,22 +269,26 @@ def _encode_png(figure: Figure) -> bytes:
 
 
 def draw_retention(table: BenchmarkTable) -> bytes | None:
-    """Plots average retention against kept tokens, time and operations.
+    """Plots the average retention against kept tokens, time and operations.
 
-    There is one panel per quantity of the horizontal axis; a quantity without values has no panel.
-    Solid lines connect exact budgets. Dashed lines with hollow markers connect mean budgets.
+    If the table has a row without an image, the share of the image's gain that a row keeps is
+    plotted instead of the retention. There is one panel per quantity of the horizontal axis; a
+    quantity without values has no panel. Solid lines connect exact budgets. Dashed lines with
+    hollow markers connect mean budgets. Bars are standard errors over the questions.
 
     Args:
         table: scores of all rows.
 
     Returns:
-        The bytes of a PNG file, or None if no row has both a retention and a positive quantity.
+        The bytes of a PNG file, or None if no row has both a figure and a positive quantity.
     """
     points_by_line: dict[tuple[str, str], list[_Point]] = {}
     for row in table.rows:
-        retention = table.average(row)
-        if retention is not None:
-            point = {field: row.mean(field) for field in _AXES} | {"retention": retention}
+        percent, interval = _figure_of_merit(table, row)
+        if percent is not None:
+            error = None if interval is None else interval.standard_error
+            point = {field: row.mean(field) for field in _AXES}
+            point |= {"percent": percent, "error": error}
             points_by_line.setdefault((row.method, row.mode), []).append(point)
     all_points = [point for points in points_by_line.values() for point in points]
     fields = [field for field in _AXES if any(point[field] for point in all_points)]
@@ -242,8 +306,9 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
             axes.set_xlabel(_AXES[field])
             axes.grid(axis="y")
         budgets = sorted({row.budget for row in table.rows if row.budget and row.mode == "exact"})
-        _set_log_ticks(panels[0], budgets, [f"{budget:,}" for budget in budgets])
-        panels[0].set_ylabel("retention, %")
+        if fields[0] == "mean_k":
+            _set_log_ticks(panels[0], budgets, [f"{budget:,}" for budget in budgets])
+        panels[0].set_ylabel(f"{_name_figure_of_merit(table)}, %")
         handles = [
             Line2D([], [], color=looks[name][0], marker=looks[name][1], label=name)
             for name in methods
@@ -254,6 +319,39 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
         )
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
         return _encode_png(figure)
+
+
+def _shows_image_gain(table: BenchmarkTable) -> bool:
+    """Returns whether some row has a share of the image's gain."""
+    return any(table.image_gain(row) is not None for row in table.rows)
+
+
+def _name_figure_of_merit(table: BenchmarkTable) -> str:
+    """Returns the name of the figure that `draw_retention` plots."""
+    return "image's gain kept" if _shows_image_gain(table) else "retention"
+
+
+def _figure_of_merit(
+    table: BenchmarkTable, row: MethodScores
+) -> tuple[float | None, Interval | None]:
+    """Returns the figure that `draw_retention` plots for a row, and its interval."""
+    if _shows_image_gain(table):
+        return table.image_gain(row), row.comparison.image_gain
+    return table.average(row), row.comparison.retention
+
+
+def _caption_retention(table: BenchmarkTable) -> str:
+    """Returns the caption of the plot of `draw_retention`."""
+    if _shows_image_gain(table):
+        caption = (
+            "Share of the image's gain that is kept: (score - score without an image) / (score "
+            "with all tokens - score without an image), in %."
+        )
+    else:
+        caption = "Retention: score in % of the score with all tokens."
+    intervals = [_figure_of_merit(table, row)[1] for row in table.rows]
+    has_bars = any(intervals)
+    return f"{caption} Bars: ± one standard error over questions." if has_bars else caption
 
 
 def _draw_line(
@@ -268,12 +366,15 @@ def _draw_line(
         mode: "exact" for a solid line, "adaptive" for a dashed line.
         look: color and marker.
     """
-    coordinates = [(point[field], point["retention"]) for point in points if point[field]]
+    coordinates = [
+        (point[field], point["percent"], point["error"] or 0) for point in points if point[field]
+    ]
     if coordinates:
-        x, y = np.array(coordinates, float).T
+        x, y, errors = np.array(coordinates, float).T
         color, marker = look
         linestyle, fill = ("--", "white") if mode == "adaptive" else ("-", color)
-        axes.plot(x, y, color=color, marker=marker, ls=linestyle, markersize=5, mfc=fill)
+        line_style = {"color": color, "marker": marker, "ls": linestyle, "markersize": 5}
+        axes.errorbar(x, y, errors if errors.any() else None, mfc=fill, capsize=2, **line_style)
 
 
 def _set_log_ticks(axes: Axes, values: Sequence[float | int], labels: Sequence[str]) -> None:
@@ -289,24 +390,31 @@ def count_buckets(
 ) -> tuple[Float[np.ndarray, "e"], Int[np.ndarray, "k"], Float[np.ndarray, "k"]]:
     """Groups questions into k log-spaced buckets of kept tokens, as in the paper's Figure 3.
 
+    There are six buckets, or fewer if the counts differ by less than six.
+
     Args:
         count: [q] number of kept tokens of each question.
         grade: [q] grade of each answer, from 0 to 1; NaN for an answer without a grade.
 
     Returns:
-        A tuple (edges, num_questions, mean_grade). edges: [k + 1] bucket i has the counts with
-        edges[i] <= count < edges[i + 1]. num_questions: [k] number of questions. mean_grade: [k]
-        mean grade in percent; NaN for a bucket without a graded answer.
+        A tuple (edges, num_questions, mean_grade). edges: [k + 1] whole numbers; bucket i has the
+        counts with edges[i] <= count < edges[i + 1]. num_questions: [k] number of questions.
+        mean_grade: [k] mean grade in percent; NaN for a bucket without a graded answer.
     """
     # A count may be 0, which has no logarithm. The last edge exceeds the largest count, because
     # buckets exclude their upper edge. Rounding keeps integer edges integer.
-    edges = np.geomspace(max(1, count.min()), count.max() + 1, _BUCKETS + 1).round(9)
-    bucket = np.clip(np.searchsorted(edges, count, side="right") - 1, 0, _BUCKETS - 1)
+    first_edge = max(1, count.min())
+    last_edge = max(first_edge, count.max()) + 1
+    edges = np.geomspace(first_edge, last_edge, _BUCKETS + 1).round(9)
+    # Counts are whole numbers, so rounding an edge up moves no count to another bucket.
+    edges = np.unique(np.ceil(edges))
+    num_buckets = len(edges) - 1
+    bucket = np.clip(np.searchsorted(edges, count, side="right") - 1, 0, num_buckets - 1)
     is_graded = ~np.isnan(grade)
-    num_graded = np.bincount(bucket[is_graded], minlength=_BUCKETS)
-    grade_sum = np.bincount(bucket[is_graded], grade[is_graded], minlength=_BUCKETS)
+    num_graded = np.bincount(bucket[is_graded], minlength=num_buckets)
+    grade_sum = np.bincount(bucket[is_graded], grade[is_graded], minlength=num_buckets)
     mean_grade = np.where(num_graded > 0, 100 * grade_sum / np.maximum(num_graded, 1), np.nan)
-    return edges, np.bincount(bucket, minlength=_BUCKETS), mean_grade
+    return edges, np.bincount(bucket, minlength=num_buckets), mean_grade
 
 
 def draw_counts(
@@ -338,7 +446,8 @@ def draw_counts(
             color="#9db4cc",
         )
         axes.axvline(count.mean(), color=style.SOFT, linestyle="--")
-        _set_log_ticks(axes, edges.tolist(), [f"{edge:.3g}" for edge in edges])
+        _set_log_ticks(axes, edges.tolist(), [f"{edge:,.0f}" for edge in edges])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel(f"K, tokens kept of {num_tokens:,}")
         axes.set_ylabel("questions")
         if not np.isnan(mean_grade).all():
@@ -402,30 +511,96 @@ def _distribution_figure(file: AnswerFile, graded_answers: _GradedAnswers) -> st
     return _figure(draw_counts(counts, grades[has_image], num_tokens), caption)
 
 
-def _examples_figure(benchmark: Benchmark, file: AnswerFile, overlays: Sequence[Overlay]) -> str:
-    """Returns an HTML figure of example images with their kept tokens; "" without examples.
+def example_files(files: Sequence[AnswerFile], table: BenchmarkTable) -> list[AnswerFile]:
+    """Selects up to four answer files, whose kept tokens are drawn on the same questions.
+
+    The first file is `default_file`, if there is one. Then come the best methods with exact budgets
+    that keep the same number of tokens, or the middle budget of the table.
 
     Args:
-        benchmark: the benchmark, for the caption.
-        file: the answer file, for the caption.
-        overlays: the examples.
+        files: answer files of one benchmark, one for each row of the table.
+        table: scores of all rows.
     """
-    if not overlays:
+    policy_file = default_file(files)
+    exact_files = [
+        file
+        for file in files
+        if file.provenance.mode == "exact"
+        and file.provenance.method not in (ALL, BLIND, DOWNSAMPLED)
+        and file.provenance.budget is not None
+    ]
+    budgets = sorted({file.provenance.budget for file in exact_files}, key=lambda count: count or 0)
+    if not budgets:
+        return [] if policy_file is None else [policy_file]
+    middle_budget = budgets[len(budgets) // 2]
+    budget = middle_budget if policy_file is None else policy_file.provenance.budget
+    headlines = {
+        (row.method, row.budget): row.scores[file.provenance.benchmark]["headline"] or 0
+        for file in exact_files[:1]
+        for row in table.rows
+        if row.mode == "exact" and file.provenance.benchmark in row.scores
+    }
+    policy_method = None if policy_file is None else policy_file.provenance.method
+    rivals = [
+        file
+        for file in exact_files
+        if file.provenance.budget == (budget or middle_budget)
+        and file.provenance.method != without_learned_stop(policy_method or "")
+    ]
+    rivals.sort(
+        key=lambda file: -headlines.get((file.provenance.method, file.provenance.budget), 0)
+    )
+    return [file for file in (policy_file, *rivals) if file is not None][:_MAX_EXAMPLE_METHODS]
+
+
+def _examples_figure(
+    answered_benchmark: AnsweredBenchmark, table: BenchmarkTable, num_examples: int
+) -> str:
+    """Returns an HTML figure of images with the kept tokens of up to four methods.
+
+    Args:
+        answered_benchmark: the benchmark with its questions and answer files.
+        table: scores of all rows.
+        num_examples: maximum number of questions. With several methods, each method is a row of
+            panels, and the number of questions is at most the number of columns.
+
+    Returns:
+        The figure; "" without examples.
+    """
+    overlays_by_title: dict[str, list[Overlay]] = {}
+    files = example_files(answered_benchmark.files, table)
+    num_questions = min(num_examples, _COLUMNS) if len(files) > 1 else num_examples
+    keys: list[tuple[str, str]] | None = None
+    for file in files:
+        answers = _read_graded_answers(answered_benchmark, file)
+        if keys is None:
+            keys = _sample_examples(answered_benchmark.questions, answers, num_questions)
+        overlays = _make_overlays(answered_benchmark.questions, answers, keys)
+        if len(files) > 1:
+            name = shorten(file.provenance.method, 16)
+            overlays = [overlay._replace(title=f"{name}, {overlay.title}") for overlay in overlays]
+        if overlays:
+            overlays_by_title[_row_title(file.provenance)] = overlays
+    if not overlays_by_title:
         return ""
-    rows = [overlays[start : start + _COLUMNS] for start in range(0, len(overlays), _COLUMNS)]
+    rows = []
+    for overlays in overlays_by_title.values():
+        rows += [overlays[start : start + _COLUMNS] for start in range(0, len(overlays), _COLUMNS)]
     buffer = io.BytesIO()
     draw_rows(buffer, rows)
+    titles = [*overlays_by_title]
+    places = ", one row each" if len(titles) > 1 else ""
     return _figure(
         buffer.getvalue(),
-        f"Kept tokens of {_row_title(file.provenance)}, in the order of selection: "
-        f"{benchmark.title}.",
+        f"Kept tokens of {'; '.join(titles)}{places}, in the order of selection: "
+        f"{answered_benchmark.benchmark.title}.",
     )
 
 
-def _make_overlays(
+def _sample_examples(
     questions: Sequence[BenchmarkQuestion], graded_answers: _GradedAnswers, num_examples: int
-) -> list[Overlay]:
-    """Samples answers at regular intervals of the file, and prepares them for drawing.
+) -> list[tuple[str, str]]:
+    """Samples questions with an image, at regular intervals of an answer file.
 
     Args:
         questions: questions of the benchmark; may be empty.
@@ -434,22 +609,48 @@ def _make_overlays(
         num_examples: maximum number of examples; 0 draws none.
 
     Returns:
-        The examples, sorted by their number of kept tokens. Empty without questions.
+        Id and prompt of the questions, sorted by their number of kept tokens.
     """
-    if not num_examples or not questions:
-        return []
-    question_by_key = {question.key: question for question in questions}
+    keys_with_image = {question.key for question in questions if question.image is not None}
     drawable = [
-        (answer, grade)
+        answer
+        for answer in graded_answers.answers
+        if "grid" in answer.fields and (answer.id, answer.fields.get("prompt")) in keys_with_image
+    ]
+    if not num_examples or not drawable:
+        return []
+    examples = [drawable[index] for index in spread_over(len(drawable), num_examples)]
+    examples.sort(key=lambda answer: answer.fields["kept"])
+    return [(answer.id, answer.prompt) for answer in examples]
+
+
+def _make_overlays(
+    questions: Sequence[BenchmarkQuestion],
+    graded_answers: _GradedAnswers,
+    keys: Sequence[tuple[str, str]],
+) -> list[Overlay]:
+    """Prepares the answers of a method to some questions for drawing.
+
+    Args:
+        questions: questions of the benchmark.
+        graded_answers: answers of the method.
+        keys: id and prompt of the questions.
+
+    Returns:
+        The examples in the order of `keys`, without answers that did not record their kept tokens.
+    """
+    question_by_key = {question.key: question for question in questions}
+    answer_by_key = {
+        (answer.id, answer.fields.get("prompt")): (answer, grade)
         for answer, grade in zip(*graded_answers, strict=True)
         if "grid" in answer.fields
-    ]
-    examples = [drawable[index] for index in spread_over(len(drawable), num_examples)]
+    }
     overlays = []
-    for answer, grade in sorted(examples, key=lambda example: example[0].fields["kept"]):
-        question = question_by_key[answer.id, answer.prompt]
-        if question.image is None:
+    for key in keys:
+        question = question_by_key[key]
+        if key not in answer_by_key or question.image is None:
             continue
+        answer, grade = answer_by_key[key]
         grid = tuple(answer.fields["grid"])
         overlays.append(
             Overlay(

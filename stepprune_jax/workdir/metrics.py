@@ -22,26 +22,80 @@ _LOG = logging.getLogger(__name__)
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-# Parts of a log line: a template, and the scalars that fill it, with numbers of decimal places. A
-# part is printed if the row has all its scalars.
+
+
+class LinePart(NamedTuple):
+    """A part of a log line, which is printed if the row has all its scalars.
+
+    Attributes:
+        template: text with a place for each scalar.
+        decimals: number of decimal places by name of the scalar.
+        meaning: what the numbers are, and how they develop in a healthy run. Printed before the
+            first line that has the part; "" prints nothing.
+    """
+
+    template: str
+    decimals: Mapping[str, int]
+    meaning: str = ""
+
+
 _LINE_PARTS = (
-    ("loss {}", {"loss": 3}),
-    ("lm {}", {"lm_loss": 3}),
-    (
+    LinePart(
+        "loss {}",
+        {"loss": 3},
+        "the objective; falls through the gate and in the warm start, and says little by RLOO",
+    ),
+    LinePart(
+        "lm {}",
+        {"lm_loss": 3},
+        "loss of the correct answer, nats per token; falls towards the loss with all tokens",
+    ),
+    LinePart(
         "all {} none {} random {} other {}",
         {"loss_all": 3, "loss_none": 3, "loss_random": 3, "loss_other_question": 3},
+        "loss with all tokens, no token, as many random tokens, and the tokens for another "
+        "question; the policy's loss is near `all` and clearly below the others",
     ),
-    ("reward {}", {"reward": 3}),
-    ("told {}", {"told": 3}),
-    ("kind {}", {"class_kind": 3}),
-    ("color {}", {"class_color": 3}),
-    ("K {} +- {}", {"k_mean": 1, "k_std": 1}),
-    ("at minimum/T_max {}/{}", {"k_floor": 2, "k_cap": 2}),
-    ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
-    ("IoU {}", {"iou": 2}),
-    ("grad {}", {"grad_norm": 2}),
-    ("accuracy {} %", {"accuracy": 1}),
-    ("{} images/s", {"images_per_s": 0}),
+    LinePart(
+        "reward {}",
+        {"reward": 3},
+        "mean probability of the answer from a sampled subset; rises",
+    ),
+    LinePart(
+        "covered {}",
+        {"covered": 2},
+        "fraction of the importance in eight sampled tokens; rises",
+    ),
+    LinePart("told {}", {"told": 3}),
+    LinePart("kind {}", {"class_kind": 3}),
+    LinePart("color {}", {"class_color": 3}),
+    LinePart(
+        "K {} +- {}",
+        {"k_mean": 1, "k_std": 1},
+        "tokens that the learned stop keeps, mean and deviation; settles, and differs by question",
+    ),
+    LinePart(
+        "at minimum/T_max {}/{}",
+        {"k_floor": 2, "k_cap": 2},
+        "fractions of rows that keep the fewest and the most tokens allowed; both below 0.9",
+    ),
+    LinePart(
+        "alpha {}/{}",
+        {"alpha_in": 2, "alpha_out": 2},
+        "mean gate of kept and of dropped tokens; towards 1 and 0",
+    ),
+    LinePart(
+        "IoU {}",
+        {"iou": 2},
+        "overlap of the kept tokens with those whose gate is above 1/2; towards 1",
+    ),
+    LinePart(
+        "grad {}",
+        {"grad_norm": 2},
+        "norm of the gradient before clipping; finite, without a lasting rise",
+    ),
+    LinePart("accuracy {} %", {"accuracy": 1}, "right answers; rises towards those of all tokens"),
+    LinePart("{} images/s", {"images_per_s": 0}, "speed, without compiling and validating"),
 )
 
 
@@ -81,6 +135,7 @@ class MetricsLog:
         for path in self._paths.values():
             keep_until(path, step)
         self._steps, self._batch_size, self._boards = steps, batch_size, boards
+        self._explained_parts: set[str] = set()  # templates
         self.start_clock(step)
 
     def start_clock(self, step: int):
@@ -144,7 +199,31 @@ class MetricsLog:
         }
         for board in self._boards:
             board.add(scalars, int(row["step"]))
+        self._explain(name, finite_row)
         return self._format_line(finite_row, phase)
+
+    def _explain(self, file_name: str, row: Mapping[str, object]) -> None:
+        """Logs the meaning of those parts of a line that no earlier line had.
+
+        Args:
+            file_name: name of the file that has the scalars, `METRICS` or `VALIDATION`.
+            row: scalars by name.
+        """
+        new_parts = [
+            part
+            for part in _LINE_PARTS
+            if part.decimals.keys() <= row.keys() and part.template not in self._explained_parts
+        ]
+        self._explained_parts.update(part.template for part in new_parts)
+        lines = [
+            f"  {' '.join(part.template.replace('{}', '').split())} "
+            f"({', '.join(part.decimals)}): {part.meaning}"
+            for part in new_parts
+            if part.meaning
+        ]
+        if lines:
+            title = f"Below, with the names in {file_name} and what a healthy run shows:"
+            _LOG.info("\n".join([title, *lines]))
 
     def _format_line(self, row: dict[str, float | int | None], phase: str) -> str:
         """Formats a row as a line for the log, by the templates of `_LINE_PARTS`.
@@ -156,13 +235,13 @@ class MetricsLog:
         step_width = len(str(self._steps))  # Aligns the steps of all lines.
         parts = [f"step {row['step']:>{step_width}}/{self._steps}"]
         parts += [phase] if phase else []
-        for template, decimals_by_name in _LINE_PARTS:
-            if decimals_by_name.keys() <= row.keys():
+        for part in _LINE_PARTS:
+            if part.decimals.keys() <= row.keys():
                 texts = [
                     "nan" if row[name] is None else f"{row[name]:.{decimals}f}"
-                    for name, decimals in decimals_by_name.items()
+                    for name, decimals in part.decimals.items()
                 ]
-                parts.append(template.format(*texts))
+                parts.append(part.template.format(*texts))
         parts += [f"{row['skipped']} skipped"] if row.get("skipped") else []
         return "  ".join(parts)
 

@@ -26,7 +26,7 @@ TEXT = 64
 ROWS = [
     f"{name}@{16 if name == 'stepprune' else 64}"
     for name in PRUNERS
-    if name not in ("all", "blind")
+    if name not in ("all", "blind") and not PRUNERS[name].keeps_images
 ]
 
 

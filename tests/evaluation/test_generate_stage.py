@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import types
 import zlib
@@ -23,7 +24,7 @@ from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, sample_evenly
-from stepprune_jax.evaluation.generate_stage import generate_answers
+from stepprune_jax.evaluation.generate_stage import format_duration, generate_answers
 from stepprune_jax.evaluation.rows import Conditions, plan_rows
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import Generator, RunOptions, dataset, encode, generate, read_request
@@ -295,6 +296,24 @@ def test_the_error_about_bad_logits_comes_after_all_other_answers(
         all_rows = expected[benchmark, method]
         expected_rows = [row for row in all_rows if row["question_id"] not in broken_ids]
         assert rows == expected_rows and (len(rows) == 9 - len(broken_ids) or benchmark == "pope")
+
+
+def test_a_run_announces_its_answers_and_their_time(config, tmp_path, caplog):
+    one_benchmark = changed(config, benchmarks="folder", methods="all tokens,random")
+    with caplog.at_level("INFO"):
+        generate_answers(one_benchmark, tmp_path)
+    assert "folder: 3 rows of 9 questions are 27 answers; fewer with" in caplog.text
+    for path in (tmp_path / "answers" / "folder").glob("random-*.jsonl"):
+        path.unlink()
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        generate_answers(one_benchmark, tmp_path)
+    # The first run has compiled the programs, so the answers have times.
+    first, second = [line for line in caplog.messages if line.startswith("folder: ")]
+    assert "27 answers, of which 9 are already there" in first
+    assert re.match(r"folder: about \d+ s for the remaining 9 answers at the speed of", second)
+    durations = [format_duration(seconds) for seconds in (0.2, 89.0, 120.0, 7200.0)]
+    assert durations == ["1 s", "89 s", "2 min", "2.0 h"]
 
 
 def test_finished_answers_are_scored_and_not_generated_again(run, config, copied, monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 from benchmark_folders import write_benchmarks
 from small_world import changed, small_run, stepprune, write_split
@@ -21,6 +22,7 @@ from stepprune_jax.benchmarks.answer_files import (
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
+from stepprune_jax.evaluation.settings import read_seed
 
 
 @pytest.fixture
@@ -89,11 +91,22 @@ def test_a_folder_has_a_table_of_all_figures(config, tmp_path):
     ]
     lines = (tmp_path / "report" / "table.md").read_text().splitlines()
     assert lines[0] == (
-        "| method | mode | pruning rate | accuracy | retention | hard | hard questions | mean k "
-        "| ms | gflops | questions | seed |"
+        "| method | mode | tokens | pruning rate | accuracy | standard error | retention "
+        "| 95 % interval | lost / gained | mcnemar p | hard | hard questions | mean k | ms "
+        "| gflops | questions | seed |"
     )
-    figures = "| all tokens | exact | 0.0 | 66.67 | 100.0 | - | - | 9.0 | 3.5 | 3.0 | 6 | 3 |"
-    assert lines[2] == figures and lines[9:12] == ["## Notes", "", "- one run each"]
+    # Four of six answers are correct: sqrt(66.67 * 33.33 / 5) = 21.08.
+    head = "| all tokens | exact | 9 | 0.0 | 66.67 | 21.08 | 100.0 | 100.0 to 100.0 "
+    assert lines[2] == f"{head}| - | - | - | - | 9.0 | 3.5 | 3.0 | 6 | - |"
+    # The row of all tokens answers the first four questions: p of n in a category.
+    categories = [question["category"] for question in write_split(tmp_path / "same", "test", 2, 0)]
+    row = report(tmp_path, "table.json")[0]
+    for category in ("long", "short"):
+        is_correct = [index < 4 for index, name in enumerate(categories) if name == category]
+        assert row[f"folder/{category}"] == pytest.approx(100 * np.mean(is_correct), abs=0.01)
+        error = 100 * np.std(is_correct, ddof=1) / len(is_correct) ** 0.5
+        assert row[f"folder/{category}_standard_error"] == pytest.approx(error, abs=0.01)
+    assert lines[lines.index("## Notes") + 2] == "- one run each"
     with (tmp_path / "report" / "table.csv").open() as file:
         assert [row["gflops"] for row in csv.DictReader(file)] == ["3.0"] * 6
     check_page(tmp_path, num_pictures=3)
@@ -111,12 +124,19 @@ def test_several_benchmarks_have_submissions_and_the_columns_of_papers(config, t
     page = (tmp_path / "report" / "table.md").read_text()
     lines = page.splitlines()
     # Answering only "yes" gives an F1 of 2/3, and no image of MME has two correct answers.
-    assert lines[2] == "| tokens | method | mode | MME | POPE | VQAv2 | Avg. |"
-    assert lines[4:8] == [
-        "| 9 (0.0 % pruned) | all tokens | exact | 2800 | 100.0 | - | 100.0 |",
-        "| own stop | StepPrune, own stop | adaptive | 2800 | 100.0 | - | 100.0 |",
-        "| 2 (77.8 % pruned) | StepPrune | exact | 700 | 66.7 | - | 45.8 |",
-        "| 2 (77.8 % pruned) | StepPrune | adaptive | 700 | 66.7 | - | 45.8 |",
+    assert lines[0] == "## Scores ± standard error over questions"
+    assert lines[2] == "| tokens | method | mode | MME | POPE | VQAv2 | Avg. | 95 % interval |"
+    rows = [line.split(" | ") for line in lines[4:8]]
+    heads = [row[0].strip("| ") + ", " + row[1] for row in rows]
+    assert heads == [
+        "9 (0.0 % pruned), all tokens",
+        "own stop, StepPrune, own stop",
+        "2 (77.8 % pruned), StepPrune",
+        "2 (77.8 % pruned), StepPrune",
+    ]
+    assert [(row[3].split()[0], row[4].split()[0], *row[5:7]) for row in rows] == [
+        *[("2800", "100.0", "-", "100.0")] * 2,
+        *[("700", "66.7", "-", "45.8")] * 2,
     ]
     assert "## Visual tokens kept, mean ± standard deviation" in page and page in output
     # Only the server scores test-dev, so its column is empty and excluded from the average.
@@ -147,6 +167,61 @@ def test_unfinished_answers_have_no_score(config, tmp_path, capsys):
     assert scores["mme"]["ms"] is None and scores["pope"]["headline"] is None
 
 
+def test_a_stopped_run_reports_the_questions_that_all_rows_answered(
+    config, tmp_path, capsys, monkeypatch
+):
+    config = changed(config, benchmarks="folder")
+    for method, budget, texts in (
+        ("all tokens", 9, ["dog", "dog", "red", "dog"]),
+        ("grid", 4, ["dog", "red", "dog"]),
+        ("grid", 2, ["red", "dog"]),
+    ):
+        write_answers(config, tmp_path, "folder", method, budget, texts)
+
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stepprune_jax.cli.evaluate.generate_answers", stop)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config, tmp_path)
+    # All rows answer two of six questions: both are right with all tokens, one in each grid row.
+    names = ("method", "tokens", "accuracy", "retention", "lost", "questions")
+    assert [tuple(row[name] for name in names) for row in report(tmp_path, "table.json")] == [
+        ("all tokens", 9, 100.0, 100.0, None, 2),
+        ("grid", 4, 50.0, 50.0, 1, 2),
+        ("grid", 2, 50.0, 50.0, 1, 2),
+    ]
+    output = capsys.readouterr().out
+    assert "folder: 3 of 6 questions answered so far; the score covers the first 2" in output
+    assert "stopped: this report covers the answers so far" in output
+    # Once the row of all tokens is complete, it covers other questions than unfinished rows.
+    (tmp_path / "answers" / "folder" / "all-tokens.jsonl").unlink()
+    write_answers(config, tmp_path, "folder", "all tokens", 9, ["dog"] * 6)
+    evaluate(config, tmp_path, stages=["score"])
+    assert [row["retention"] for row in report(tmp_path, "table.json")] == [100.0, None, None]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config, tmp_path / "new")  # without answers, there is no report
+
+
+def test_the_seed_of_a_row_is_the_seed_that_was_used(config, tmp_path):
+    policy_file = tmp_path / "elsewhere" / "policy.safetensors"
+    (tmp_path / "elsewhere").mkdir()
+    save_policy(stepprune(), policy_file, {"config": {"seed": 5}})
+    config = changed(config, rows={"other": str(policy_file)})
+    save_policy(stepprune(), tmp_path / "policy.safetensors")
+
+    def seed(method, **made):
+        provenance = Provenance("pope", "q", 6, method, "exact", 2, 9, None, "tiny", made)
+        return read_seed(config.eval, provenance, tmp_path)
+
+    assert seed("random", seed=3) == 3 and seed("mine", options={"seed": 4}) == 4
+    assert seed("grid") is None
+    assert seed("other, own stop", policy="x", seed=0) == 5  # as exported policies tell it
+    assert seed("StepPrune", policy="x", seed=0) is None
+    (tmp_path / "run.json").write_text('{"config": {"seed": 7}}')
+    assert seed("StepPrune", policy="x", seed=0) == 7  # as a run of train.py tells it
+
+
 def test_the_validation_split_of_vqav2_is_scored_locally(config, tmp_path):
     questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
     config = changed(config, benchmarks="vqav2", questions=questions)
@@ -163,13 +238,16 @@ def test_errors_are_raised_before_the_model_is_loaded(config, llava_folder, tmp_
     config = dataclasses.replace(config, model=model)
     with pytest.raises(FileNotFoundError, match=r"no answers to pope, mme, vqav2 in .*: run the"):
         evaluate(config, tmp_path, stages=["score"])
-    with pytest.raises(FileNotFoundError, match=r"policy.safetensors does not exist; run train"):
+    remedy = "policy.safetensors does not exist; run train.* shapes, .*--config.eval.methods=all"
+    with pytest.raises(FileNotFoundError, match=remedy):
         evaluate(config, tmp_path)
     data = dataclasses.replace(config.data, folder="absent")
     absent = changed(dataclasses.replace(config, data=data), benchmarks="folder")
+    folder = changed(config, benchmarks="folder")  # has no validation split
     for bad, policy, error, message in (
         (changed(config, data="nowhere"), stepprune(), OSError, "no file at nowhere/pope/llava"),
-        (absent, stepprune(), OSError, "config.data.folder: no f.*absent"),
+        (absent, stepprune(), OSError, "no folder .*absent; name yours .* --out absent"),
+        (folder, stepprune(), OSError, "no file at .*validation.jsonl: .* --config.eval.methods="),
         (changed(config, budgets=(10,)), stepprune(), ValueError, "expected at most the 9 visual"),
         (changed(config, budgets=(5,)), stepprune(), ValueError, "expected at most the 4 steps"),
         (config, stepprune(text_width=8), ValueError, "row 'StepPrune': .*text_width is 8"),

@@ -11,12 +11,17 @@ from benchmark_files import write_lines
 from commands import status
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import ROOT
 
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.cli import table as command
 from stepprune_jax.evaluation.cells import csv_table, markdown_cell
+from stepprune_jax.evaluation.citations import cite
+from stepprune_jax.evaluation.formats import as_markdown, as_objects, write_table
 from stepprune_jax.evaluation.scores import read_scores, score_file
-from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
+from stepprune_jax.evaluation.seeds import average_seeds
+from stepprune_jax.evaluation.table import merge_scores
+from stepprune_jax.registry import PRUNERS
 
 
 def score(benchmark, method, rate, headline, **fields):
@@ -66,7 +71,7 @@ def test_a_note_mentions_a_learned_stop_whose_counts_are_at_a_bound():
 def test_a_row_without_some_score_has_no_average():
     table = merge_scores({"run": [*ALL_TOKENS, STEPPRUNE[0]]})
     assert table.average(table.rows[1]) is None
-    assert cells(table, "Scores")[1][3:] == ["1700", "-", "-"]
+    assert cells(table, "Scores")[1][3:] == ["1700", "-", "-", "7"]
     table = merge_scores({"run": STEPPRUNE})
     assert table.all_tokens is None and "no row of all tokens" in as_markdown(table)
 
@@ -77,7 +82,7 @@ def test_the_image_gain_is_the_share_of_the_gain_over_the_blind_model():
     expected = 50 * ((1700.4 - 862.04) / 1000 + (81.26 - 50) / (85.94 - 50))
     gains = {row["method"]: row["image_gain"] for row in as_objects(table)}
     assert gains == {"all tokens": 100, "no image": 0, "StepPrune": pytest.approx(expected)}
-    assert [row[-1] for row in cells(table, "Scores")] == ["100.0", f"{expected:.1f}", "0.0"]
+    assert [row[-2] for row in cells(table, "Scores")] == ["100.0", f"{expected:.1f}", "0.0"]
     # Where the image gains nothing, the share is not defined.
     useless_image = [blind[0], score("pope", "no image", 100.0, 85.94)]
     table = merge_scores({"run": [*ALL_TOKENS, *useless_image, *STEPPRUNE]})
@@ -109,7 +114,9 @@ def test_one_benchmark_has_a_table_of_all_figures():
     exact = score("folder", "StepPrune", 88.9, 100 * (92 / 160), gflops=0.9)
     learned_stop = exact | {"method": "StepPrune, own stop", "mode": "adaptive", "budget": None}
     table = merge_scores({"run": [exact, learned_stop, reference]})
-    line = "| StepPrune, own stop | adaptive | 88.9 | 57.5 | 71.88 | 64.0 | 12.34 | 0.9 | 9 | 7 |"
+    line = (
+        "| StepPrune, own stop | adaptive | - | 88.9 | 57.5 | 71.88 | 64.0 | 12.34 | 0.9 | 9 | 7 |"
+    )
     assert as_markdown(table).splitlines()[3] == line
     zero_reference = reference | {"headline": 0.0}
     assert as_objects(merge_scores({"run": [zero_reference, exact]}))[1]["retention"] is None
@@ -192,6 +199,110 @@ def test_scores_on_hard_questions_have_a_section_if_they_exist():
     assert "hard" not in as_objects(merge_scores({"run": STEPPRUNE[:1]}))[0]
 
 
+def write_runs(folder, runs):
+    """Writes the scores of runs, and returns the folders of the runs."""
+    for name, scores in runs.items():
+        (folder / name / "report").mkdir(parents=True)
+        (folder / name / "report" / "scores.json").write_text(json.dumps(scores))
+    return [str(folder / name) for name in runs]
+
+
+def test_rows_that_differ_only_in_their_seed_are_averaged(tmp_path, capsys):
+    reference = score("pope", "all tokens", 0.0, 80.0, seed=None)
+    grid = score("pope", "grid", 88.9, 30.0, seed=None)
+    runs = {
+        f"run{seed}": [reference, grid, score("pope", "StepPrune", 88.9, headline, seed=seed)]
+        for seed, headline in ((0, 70.0), (1, 72.0), (5, 74.0))
+    }
+    folders = write_runs(tmp_path, runs)
+    command.main([*folders, "--mean", "--out", str(tmp_path)])
+    # The deviation of 70, 72 and 74 with divisor 2 is 2; in percent of 80 it is 2.5.
+    row = "| StepPrune | exact | 64 | 88.9 | 72.0 ± 2.0 (3) | 90.0 ± 2.5 (3) |"
+    page = capsys.readouterr().out
+    assert row in page and "| 0, 1, 5 |" in page and page.count("| grid |") == 1
+    (values,) = [
+        row
+        for row in json.loads((tmp_path / "table.json").read_text())
+        if row["method"] == "StepPrune"
+    ]
+    assert (values["score"], values["score_sd"], values["retention_sd"]) == (72.0, 2.0, 2.5)
+    assert values["seed"] == "0, 1, 5"
+    command.main(folders)
+    assert "StepPrune (" in capsys.readouterr().out  # without --mean, each run is a row
+
+
+def test_averages_over_several_benchmarks_have_a_deviation_of_the_average():
+    rows = {
+        seed: [score("mme", "x", 88.9, mme, seed=seed), score("pope", "x", 88.9, pope, seed=seed)]
+        for seed, mme, pope in ((0, 931.02, 85.94), (1, 1862.04, 85.94))
+    }
+    runs = average_seeds({"a": ALL_TOKENS + rows[0], "b": rows[1]})
+    table = merge_scores(runs)
+    # Averages of 75 and 100 %: 87.5 with a deviation of 25 / sqrt(2).
+    assert table.average(table.rows[1]) == pytest.approx(87.5)
+    assert table.average_deviation(table.rows[1]) == pytest.approx(25 / 2**0.5)
+    title = "Scores: ± standard deviation over seeds (number of seeds)"
+    assert cells(table, title)[1][4:6] == ["85.9 ± 0.0 (2)", "87.5 ± 17.7 (2)"]
+
+
+def test_rows_that_differ_in_more_than_their_seed_are_not_averaged():
+    first, second = (score("pope", "x", 88.9, headline, seed=0) for headline in (1.0, 2.0))
+    with pytest.raises(ValueError, match="have seed 0 and different scores on pope"):
+        average_seeds({"a": [first], "b": [second]})
+    second = second | {"seed": 1, "conditions": "layer=3"}
+    runs = average_seeds({"a": [first | {"conditions": "layer=2"}], "b": [second]})
+    assert [row.method for row in merge_scores(runs).rows] == ["x (a)", "x (b)"]
+
+
+def test_every_method_with_a_paper_has_a_bibtex_entry(tmp_path, capsys):
+    for name, method in PRUNERS.items():
+        page = (ROOT / "docs" / "pruners.md").read_text(encoding="utf-8")
+        link = re.search(rf"\[`{name}`\]\(https://arxiv.org/abs/([\d.]+)\)", page)
+        if link:
+            entry = cite([method.label])
+            assert f"eprint        = {{{link[1]}}}" in entry and entry.count("{") == entry.count(
+                "}"
+            )
+    folders = write_runs(tmp_path, {"run": [*ALL_TOKENS, score("pope", "FastV", 88.9, 1.0)]})
+    command.main([*folders, "--cite"])
+    output = capsys.readouterr().out
+    assert output.startswith("% all tokens: no paper\n") and output.count("@") == 1
+    assert "@inproceedings{chen2024fastv," in output
+    assert cite(["StepPrune, own stop", "StepPrune literal"]).count("@article{he2026stepprune") == 1
+    command.main(["--cite"])
+    assert capsys.readouterr().out.count("\n@") >= 15
+    assert status("table", command.main) == 2
+
+
+def test_the_latex_table_escapes_names(tmp_path):
+    rows = [ALL_TOKENS[1], score("pope", "a_b & 50% #1 {x} \\y", 88.9, 80.0)]
+    write_table(tmp_path, merge_scores({"run": rows}))
+    lines = (tmp_path / "table.tex").read_text().splitlines()
+    assert lines[0] == r"% Needs \usepackage{booktabs}."
+    assert lines[2] == r"\begin{tabular}{llrrrrrrrrr}" and lines[3] == r"\toprule"
+    name = r"a\_b \& 50\% \#1 \{x\} \textbackslash{}y"
+    assert any(line.startswith(f"{name} & exact & 64 & 88.9 & 80.0 & 93.09") for line in lines)
+    assert r"\end{tabular}" in lines and all(line.endswith(r"\\") for line in lines[6:8])
+
+
+def test_results_by_category_are_a_section_of_their_own():
+    parts = {"category": {"color": 81.25, "count": 50.0}, "questions": 4}
+    other_parts = {"category": {"color": 12.5}}
+    rows = [
+        score("folder", "all tokens", 0.0, 60.0, parts=parts),
+        score("folder", "grid", 88.9, 20.0, parts=other_parts),
+    ]
+    table = merge_scores({"run": rows})
+    assert [row[3:] for row in cells(table, "folder by category")] == [
+        ["81.2", "50.0"],
+        ["12.5", "-"],
+    ]
+    assert as_objects(table)[0]["folder/color"] == 81.25
+    splits = {name: {"f1": 50.0, "accuracy": 1.0} for name in ("adversarial", "random")}
+    pope = score("pope", "all tokens", 0.0, 60.0, parts=splits | {"by_position": {"mean_f1": 1.0}})
+    assert cells(merge_scores({"run": [pope]}), "POPE by category")[0][3:] == ["50.0", "50.0"]
+
+
 def test_the_command_merges_folders(tmp_path, capsys):
     for name, scores in (("a", ALL_TOKENS), ("b", STEPPRUNE)):
         (tmp_path / name / "report").mkdir(parents=True)
@@ -200,11 +311,11 @@ def test_the_command_merges_folders(tmp_path, capsys):
     page = (tmp_path / "table.md").read_text()
     assert capsys.readouterr().out == page
     row = "| 64 (88.9 % pruned) | StepPrune | exact |"
-    assert f"{row} 1700 | 81.3 | {AVERAGE:.1f} |\n" in page
+    assert f"{row} 1700 | 81.3 | {AVERAGE:.1f} | 7 |\n" in page
     assert f"{row} 64.0 ± 1.2 | 64.0 ± 1.2 |\n" in page and f"{row} 12.3 | 12.3 |\n" in page
     values = json.loads((tmp_path / "table.json").read_text())[1]
     assert values["mme"] == 1700.4 and values["average"] == pytest.approx(AVERAGE, abs=1e-9)
-    header = "method,mode,tokens,average,mme,mme_mean_k,mme_sd_k,mme_ms,mme_gflops,pope,"
+    header = "method,mode,tokens,average,seed,mme,mme_mean_k,mme_sd_k,mme_ms,mme_gflops,pope,"
     assert (tmp_path / "table.csv").read_text().startswith(header)
     code, error = status("table", command.main, tmp_path / "c"), capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and "run eval.py" in error

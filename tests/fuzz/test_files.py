@@ -35,8 +35,9 @@ from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.data.images import LONGEST_SIDE, open_image
 from stepprune_jax.data.json_files import read_json_lines, read_json_list, read_json_object
 from stepprune_jax.data.llava import read_answers, read_questions
+from stepprune_jax.evaluation.formats import as_markdown
 from stepprune_jax.evaluation.scores import read_scores
-from stepprune_jax.evaluation.table import as_markdown, merge_scores
+from stepprune_jax.evaluation.table import merge_scores
 from stepprune_jax.workdir.metrics import keep_until, read_rows
 
 

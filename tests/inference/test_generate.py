@@ -80,6 +80,7 @@ def streamed(model, prompts, images, pruner=AllTokens(), **options):
     return list(follow()), ended
 
 
+@pytest.mark.supports("llava", "answer")
 def test_greedy_ids_equal_the_reference(llava_pair):
     prompts, images = ask(13, seed=7)
     # One batch against one prompt at a time: rows are padded, and its 14 images to 16.

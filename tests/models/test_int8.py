@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny_llava_next import tiny_llava_next
+from tiny_qwen import tiny_qwen3
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import save
@@ -116,13 +118,33 @@ def distance_of_logits(full_model, int8_model):
     return float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.fixture(scope="module")
+def next_folder(tmp_path_factory):
+    return tiny_llava_next(tmp_path_factory.mktemp("next"))
+
+
+@pytest.fixture(scope="module")
+def qwen3_folder(tmp_path_factory):
+    return tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
 @pytest.fixture(params=["llava_folder", "qwen_folder"])
 def loaded(request):
-    """Returns a tiny model of a family with full and with int8 matrices; the Qwen has biases."""
+    """Returns a tiny model of a family with full and with int8 matrices; Qwen2.5-VL has biases."""
     return load_both(request.getfixturevalue(request.param))
 
 
-def test_int8_weights_change_the_logits_of_a_tiny_model_by_less_than_2_percent(loaded):
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        pytest.param("llava_folder", marks=pytest.mark.supports("llava", "int8")),
+        pytest.param("next_folder", marks=pytest.mark.supports("llava_next", "int8")),
+        pytest.param("qwen_folder", marks=pytest.mark.supports("qwen2_5_vl", "int8")),
+        pytest.param("qwen3_folder", marks=pytest.mark.supports("qwen3_vl", "int8")),
+    ],
+    indirect=True,
+)
+def test_int8_weights_change_the_logits_of_a_tiny_model_by_less_than_3_percent(loaded):
     full_model, int8_model = loaded
     int8_weights, full_weights = (flatten(model.params) for model in (int8_model, full_model))
     quantized_paths = {path for path, leaf in int8_weights.items() if isinstance(leaf, Int8Kernel)}
@@ -136,7 +158,7 @@ def test_int8_weights_change_the_logits_of_a_tiny_model_by_less_than_2_percent(l
             jax.tree.map(np.testing.assert_array_equal, leaf, reference)
         else:
             np.testing.assert_array_equal(leaf, full_weights[path])
-    assert 1e-4 < distance_of_logits(full_model, int8_model) < 0.02
+    assert 1e-4 < distance_of_logits(full_model, int8_model) < 0.03
 
 
 @pytest.mark.parametrize("name", ["shapes", "shapes_qwen"])

@@ -169,15 +169,19 @@ def assert_answers_equal(pair, questions):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
+@pytest.mark.supports("llava_next", "answer")
 def test_answers_equal_the_reference(pair):
     assert_answers_equal(pair, QUESTIONS)
 
 
 # Pruners that need the tokens of an image on one grid.
 UNSUPPORTED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov")
+KEEP_IMAGES = [name for name, kind in PRUNERS.items() if kind.keeps_images]
 # Supported pruners that need no published weights.
 SUPPORTED = [
-    name for name in PRUNERS if name not in (*UNSUPPORTED, "glimpseprune", "visionselector")
+    name
+    for name in PRUNERS
+    if name not in (*UNSUPPORTED, *KEEP_IMAGES, "glimpseprune", "visionselector")
 ]
 QUICK = ("cls", "visionzip", "fastv", "stepprune")
 OPTIONS = {

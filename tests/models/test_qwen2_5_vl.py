@@ -352,6 +352,7 @@ def answer_of_reference(pair, processed, prompt, images, **options):
     return answer[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.supports("qwen2_5_vl", "answer")
 def test_the_repetition_penalty_of_the_folder_gives_the_reference_answers(pair, processed):
     """The penalty applies to the tokens of prompt, images and answer of each row.
 

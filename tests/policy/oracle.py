@@ -91,7 +91,6 @@ def encode_row(weights, config, image, text, image_mask, text_mask, gate):
         if text_mask[j]:
             projection = encoder["text_projection"]
             row = layer_norm(projection["norm"], dense(projection, text[j]))
-            row = row + word_position(config, j)
             x.append(gate * row if config.text_gate == "printed" else row)
     for i in range(config.encoder_layers):
         x = encoder_block(encoder[f"block_{i}"], config, x, len(real), gate)
@@ -101,26 +100,13 @@ def encode_row(weights, config, image, text, image_mask, text_mask, gate):
     return encoded
 
 
-def word_position(config, position):
-    """Returns the encoding of a word's position; zero where words have no positions."""
-    width = config.policy_width
-    if config.text_positions == "none":
-        return np.zeros(width)
-    half = (width + 1) // 2
-    angles = [position / 10_000 ** (i / half) for i in range(half)]
-    return np.array([math.sin(a) for a in angles] + [math.cos(a) for a in angles])[:width]
-
-
 def first_query_row(weights, config, text, text_mask, gate):
     """Returns the question's addition to the start token."""
-    real = [] if text is None else [j for j in range(len(text)) if text_mask[j]]
-    if config.first_query == "learned" or not real:
+    words = [] if text is None else [text[j] for j in range(len(text)) if text_mask[j]]
+    if config.first_query == "learned" or not words:
         return np.zeros(config.policy_width)
     question, projection = weights["encoder"]["question"], weights["encoder"]["text_projection"]
-    words = [
-        layer_norm(projection["norm"], dense(projection, text[j])) + word_position(config, j)
-        for j in real
-    ]
+    words = [layer_norm(projection["norm"], dense(projection, word)) for word in words]
     shares = softmax([float(word @ question["pool"]) for word in words])
     pooled = sum(share * word for share, word in zip(shares, words, strict=True))
     return gate * dense(question, pooled)

@@ -43,7 +43,6 @@ GROUPS = {
     "three layers": Group(dict(num_heads=4, encoder_layers=2, decoder_layers=3)),
     "causal, softmax stop": Group(dict(CAUSAL, stop="softmax")),
     "causal, printed gate": Group(dict(CAUSAL, text_gate="printed")),
-    "word positions": Group(dict(text_positions="sinusoidal", encoder_layers=2), l=5),
     "hazard": Group(dict(stop="hazard")),
     "hazard, three layers": Group(dict(stop="hazard", decoder_layers=3, text_width=0), l=0),
     "own width, exact": Group(dict(feature_width=6, width=8, num_heads=4), exact=True),

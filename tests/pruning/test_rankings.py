@@ -11,7 +11,7 @@ from quick import quick_or_slow
 from small_world import one_shot, stepprune
 from views import select, view
 
-from stepprune_jax.pruning import CDPruner, Cls, DivPrune, Random, Ranker
+from stepprune_jax.pruning import CDPruner, Cls, DivPrune, Evs, Random, Ranker
 from stepprune_jax.registry import PRUNERS
 from stepprune_jax.selectors import VisionSelector, VisionSelectorConfig
 
@@ -23,6 +23,7 @@ RANKERS = {
     "cdpruner": CDPruner,
     "cdpruner in halves": functools.partial(CDPruner, split_threshold=6),
     "autoselect": one_shot,
+    "evs": Evs,
     "autoselect with diversity": lambda: one_shot().replace(diversity=0.5),
     "visionselector": lambda: VisionSelector.init(
         jax.random.key(3), VisionSelectorConfig(32, hidden_dim=8), None

@@ -9,7 +9,8 @@ from stepprune_jax.inference import RunOptions, generate, trace_arrays
 from stepprune_jax.registry import PRUNERS, build_pruner, weighted
 
 NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
-NAMES = [name for name in PRUNERS if name not in {*NEED_CLASS_TOKEN, *weighted()}]
+KEEP_IMAGES = [name for name, kind in PRUNERS.items() if kind.keeps_images]
+NAMES = [x for x in PRUNERS if x not in {*NEED_CLASS_TOKEN, *KEEP_IMAGES, *weighted()}]
 # One before the language model and one between its layers.
 QUICK = ("dart", "visionzip")
 OPTIONS = {name: {"layer": 1} for name in ("fastv", "topv", "dart")}

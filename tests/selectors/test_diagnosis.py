@@ -1,6 +1,7 @@
 """A diagnosis: the sets it compares, and the words it finds."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,27 @@ import numpy as np
 import pytest
 
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.selectors import AutoSelect, AutoSelectConfig
-from stepprune_jax.selectors.diagnosis import ALL, NONE, OTHER_QUESTION, POLICY, RANDOM, describe
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig, Policy, SubsetGain
+from stepprune_jax.selectors.diagnosis import (
+    ALL,
+    API_REMEDIES,
+    CONFIG_REMEDIES,
+    NONE,
+    OTHER_QUESTION,
+    POLICY,
+    RANDOM,
+    describe,
+)
 
 B, N = 64, 9
 LOSSES = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, POLICY: 0.4, OTHER_QUESTION: 2.0}
 
 
-def words(entropy=1.0, agreement=0.9, recipe="", **changes):
+def words(entropy=1.0, agreement=0.9, recipe="", remedies=API_REMEDIES, **changes):
     noise = np.random.default_rng(0).normal(size=B) * 0.01
     values = LOSSES | {globals()[name]: value for name, value in changes.items()}
     losses = {name: value + noise for name, value in values.items()}
-    return describe(4, losses, entropy, agreement, recipe=recipe).findings
+    return describe(4, losses, entropy, agreement, recipe=recipe, remedies=remedies).findings
 
 
 FAR_FROM_ALL = {"NONE": 3.0, "RANDOM": 2.7, "POLICY": 2.5, "OTHER_QUESTION": 2.7}
@@ -54,6 +64,40 @@ def test_findings_describe_the_problem(case, expected_parts):
     assert len(findings) == len(expected_parts)
     for finding, part in zip(findings, expected_parts, strict=True):
         assert part in finding
+
+
+@pytest.mark.parametrize(
+    ("case", "python", "command"),
+    [
+        ({"RANDOM": 0.45, "recipe": "rloo"}, "Policy.warm_start_loss", 'config.recipe="auto"'),
+        ({"RANDOM": 1.5, "recipe": "gate"}, "Policy.rloo_loss", 'config.recipe="rloo"'),
+        ({"OTHER_QUESTION": 0.42}, "Progress(text_gate=1.0)", "config.text_gate_anneal"),
+        ({"entropy": 0.01}, "`temperature`", "config.policy.temperature"),
+        ({"agreement": 0.2}, "policy.replace(draw=1.0)", "config.policy.draw"),
+    ],
+)
+def test_remedies_are_in_the_words_of_the_reader(case, python, command):
+    assert python in words(**case)[0] and "config." not in words(**case)[0]
+    finding = words(remedies=CONFIG_REMEDIES, **case)[0]
+    assert command in finding and "Policy." not in finding
+
+
+def test_remedies_name_functions_that_exist():
+    for name in re.findall(r"\bPolicy\.(\w+)", " ".join(API_REMEDIES)):
+        assert callable(getattr(Policy, name))
+
+
+@pytest.mark.parametrize(("gain", "is_enough"), [(0.075, True), (0.065, False)])
+def test_the_gain_of_random_tokens_is_judged_as_the_gain_of_subsets(gain, is_enough):
+    """Half of the answers gain 0.06 more, half 0.06 less: an error of 0.0075 over 64 rows."""
+    spread = 0.06
+    subset_gain = SubsetGain(sets=gain, luck=0.0, all=1.0, error=spread / B**0.5, questions=B)
+    assert subset_gain.suffices == is_enough
+    prob = {ALL: 1.0, NONE: 1e-9, POLICY: 0.2, OTHER_QUESTION: 0.02}
+    losses = {name: np.full(B, -np.log(value)) for name, value in prob.items()}
+    losses[RANDOM] = -np.log(gain + np.tile([spread, -spread], B // 2))
+    findings = describe(4, losses, recipe="gate").findings
+    assert any("though random tokens gain" in finding for finding in findings) == is_enough
 
 
 def test_differences_within_their_standard_error_are_ignored():

@@ -10,6 +10,7 @@ from tiny_qwen import tiny_qwen3
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli import serve
+from stepprune_jax.cli.flags.serve import parse
 from stepprune_jax.user_input import UserError
 
 
@@ -35,6 +36,24 @@ def test_the_flags_configure_the_server(prepare, tmp_path):
         response = httpx2.get(f"{address}/health", headers={"origin": "http://other"})
         assert response.status_code == 503
         assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_the_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
+    monkeypatch.setenv("STEPPRUNE_API_KEY", "of the environment")
+    arguments = ["--model", "x", "--port", "8084"]
+    assert parse(arguments).api_key == "of the environment"
+    assert parse([*arguments, "--api_key", "of the flag"]).api_key == "of the flag"
+    monkeypatch.setenv("STEPPRUNE_API_KEY", "")
+    assert parse(arguments).api_key is None
+
+
+def test_the_help_text_shows_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "port to listen on (default: 8080)" in text
+    assert "length limit of answers (default: 128)" in text
+    assert "None)" not in text and "False)" not in text and "[])" not in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 import threading
 
 import httpx2
@@ -23,7 +24,7 @@ from servers import (
 from small_world import stepprune
 from visual import noise
 
-from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
+from stepprune_jax.inference import RunOptions, generate, pipeline, programs, read_request
 from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.serving.images import RequestLimits
@@ -39,7 +40,7 @@ def fake():
         yield engine
 
 
-def start_server(model, engine, **options):
+def start_server(model, engine, api_key=None, logs_requests=False, **options):
     limits = RequestLimits(200_000)
     return serve_with_engine(
         engine,
@@ -47,6 +48,7 @@ def start_server(model, engine, **options):
         max_in_flight=MAX_IN_FLIGHT,
         limits=limits,
         batching=options,
+        app_options={"api_key": api_key, "logs_requests": logs_requests},
         policy=stepprune(),
     )
 
@@ -324,3 +326,86 @@ def test_a_body_may_declare_the_identity_encoding(address, fake, client):
     headers = {"content-encoding": "Identity"}
     response = httpx2.post(f"{address}/v1/chat/completions", json=body, headers=headers)
     assert response.status_code == 200
+
+
+def test_several_answers_and_log_probabilities_come_from_the_engine(client, fake):
+    fields = {"n": 2, "logprobs": True, "top_logprobs": 1, "temperature": 1.0}
+    reply = ask_one(client, **fields)
+    (request,) = fake.requests
+    assert (request["n"], request["logprobs"]) == (2, 1) and "top_logprobs" not in request
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.usage.completion_tokens == 8
+    for number, choice in enumerate(reply.choices):
+        assert choice.finish_reason == "length"
+        assert choice.token_ids == [10 + 100 * number + step for step in range(4)]
+        position = choice.logprobs.content[0]
+        assert (position.token, position.bytes, position.logprob) == ("a", [97], -2.0)
+        assert [(top.token, top.logprob) for top in position.top_logprobs] == [("b", -0.5)]
+    streamed = {0: [], 1: []}
+    for chunk in ask_one(client, stream=True, **fields):
+        (choice,) = chunk.choices
+        assert (choice.delta.role == "assistant") == (not streamed[choice.index])
+        streamed[choice.index].append((choice.token_ids, choice.logprobs.content[0].token))
+    assert streamed[1] == [([110 + step], "a") for step in range(4)]
+    assert streamed[0] == [([10 + step], "a") for step in range(4)]
+
+
+def test_a_reply_has_the_kept_tokens_of_each_image_on_request(client, llava_model):
+    images = [noise(1), noise(2, (40, 20))]
+    pruner = build_pruner(None, 3, policy=stepprune())
+    (answer,) = generate(llava_model, ["red dog?"], [images], pruner, options=COMPACT)
+    expected = [
+        {"grid": list(grid), "cells": list(indices)}
+        for grid, indices in zip(answer.grids, answer.kept_indices, strict=True)
+    ]
+    body = {"model": "tiny", "messages": [user_message("red dog?", *images)], "max_tokens": 2}
+    body |= {"budget": 3, "return_kept_tokens": True}
+    url = f"{client.base_url}chat/completions"
+    reply = httpx2.post(url, json=body, timeout=PATIENCE).json()
+    assert reply["kept_tokens"] == expected and len(expected[0]["cells"]) == 3
+    text = httpx2.post(url, json=body | {"stream": True}, timeout=PATIENCE).text
+    first_chunk, *chunks = [
+        json.loads(line.removeprefix("data: "))
+        for line in text.splitlines()
+        if line.startswith("data: {")
+    ]
+    assert first_chunk["kept_tokens"] == expected
+    assert not any("kept_tokens" in chunk for chunk in chunks)
+    body["return_kept_tokens"] = False
+    assert "kept_tokens" not in httpx2.post(url, json=body, timeout=PATIENCE).json()
+
+
+def test_requests_below_v1_need_the_key_of_the_server(llava_model, fake):
+    fake.mode = "well"
+    server = start_server(llava_model, fake.address, api_key="sesame")
+    with server as address:
+        assert httpx2.get(f"{address}/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer sesam"}, {"authorization": "Basic sesame"}):
+            response = httpx2.get(f"{address}/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+        valid_headers = {"authorization": "Bearer sesame"}
+        assert httpx2.get(f"{address}/v1/models", headers=valid_headers).status_code == 200
+        refused = httpx2.post(f"{address}/v1/chat/completions", content=b"x")
+        assert "expected Authorization: Bearer KEY" in refused.json()["error"]["message"]
+        assert read_metrics(address)['requests_total{status="401"}'] == 4
+
+
+def test_a_log_line_of_each_request_has_times_and_counts(llava_model, fake, caplog):
+    caplog.set_level("INFO", "stepprune_jax.serving.app")
+    fake.mode = "well"
+    server = start_server(llava_model, fake.address, logs_requests=True)
+    with server as address, openai_client(address) as client:
+        usage = ask_one(client, budget=3).usage
+        with pytest.raises(openai.BadRequestError):
+            ask_one(client, budget=400)
+        metrics = read_metrics(address)
+    lines = [record.getMessage() for record in caplog.records if "chat" in record.getMessage()]
+    seconds = r"\d+\.\d{3} s"
+    counts = f"kept 3 of 9 visual tokens, {usage.prompt_tokens} prompt tokens, 4 answer tokens"
+    assert re.fullmatch(f"chat 200 in {seconds}, first token after {seconds}, {counts}", lines[0])
+    assert re.fullmatch(f"chat 400 in {seconds}", lines[1]) and len(lines) == 2
+    assert metrics['kept_tokens_bucket{le="2.0"}'] == 0
+    assert metrics['kept_tokens_bucket{le="4.0"}'] == 1
+    assert metrics['first_token_seconds_bucket{le="+Inf"}'] == 1
+    assert metrics['request_seconds_bucket{le="+Inf"}'] == 2

@@ -2,12 +2,18 @@
 
 import concurrent.futures
 
+import jax.numpy as jnp
 import openai
 import pytest
-from servers import PATIENCE, ask, openai_client, run_server
+from pages import ROOT, blocks
+from PIL import Image
+from servers import PATIENCE, ask, openai_client, run_server, user_message
 from small_world import broken_at, stepprune
+from tiny_llava_next import tiny_llava_next
+from tiny_qwen import tiny_qwen, tiny_qwen3
 from visual import noise
 
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import Generator, RunOptions, answer_text, generate, programs
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.serving.app import ChatApp
@@ -41,6 +47,7 @@ def client(llava_model, request):
         yield client
 
 
+@pytest.mark.supports("llava", "serve")
 def test_answers_of_a_batch_equal_those_of_generate(client, llava_model):
     """The answers have different lengths. The program pads the limit to a power of two."""
     questions = [("red dog?", [noise(1)], 5), ("two", [noise(2)], 8), ("no", [noise(3)], 7)]
@@ -65,6 +72,50 @@ def test_answers_of_a_batch_equal_those_of_generate(client, llava_model):
         assert counts == (expected.visual_tokens, expected.kept, len(ids))
         stopped = ids[-1] in llava_model.config.eos_token_ids
         assert choice.finish_reason == ("stop" if stopped else "length")
+
+
+@pytest.mark.parametrize("client", [0.0], indirect=True)
+def test_the_code_of_the_page_draws_the_kept_tokens_of_a_reply(client, llava_model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    namespace = {}
+    for block in blocks(ROOT / "docs" / "serving.md"):
+        exec(block, namespace)
+    fields = {"budget": 4, "return_kept_tokens": True}
+    message = user_message("red dog?", noise(1))
+    reply = client.chat.completions.create(
+        model="tiny", messages=[message], max_tokens=2, extra_body=fields
+    )
+    pruner = build_pruner(None, 4, policy=PLAIN)
+    (answer,) = generate(llava_model, ["red dog?"], [noise(1)], pruner, options=RunOptions(2))
+    (kept,) = reply.kept_tokens
+    assert (tuple(kept["grid"]), tuple(kept["cells"])) == (answer.grids[0], answer.kept_indices[0])
+    picture = namespace["draw_kept"](Image.new("RGB", (9, 9), "red"), kept)
+    assert picture.size == (96, 96)
+    colors = [picture.getpixel((32 * (cell % 3) + 16, 32 * (cell // 3) + 16)) for cell in range(9)]
+    assert [cell for cell in range(9) if colors[cell] == (255, 0, 0)] == sorted(kept["cells"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(tiny_llava_next, marks=pytest.mark.supports("llava_next", "serve")),
+        pytest.param(tiny_qwen, marks=pytest.mark.supports("qwen2_5_vl", "serve")),
+        pytest.param(tiny_qwen3, marks=pytest.mark.supports("qwen3_vl", "serve")),
+    ],
+)
+def test_a_served_answer_of_other_families_equals_that_of_generate(write, tmp_path):
+    model = load_vlm(write(tmp_path), dtype=jnp.float32, progress=False)
+    pruner, metrics = build_pruner("divprune", budget="1/2"), Metrics()
+    defaults = Defaults(pruner="divprune", budget="1/2")
+    parser = RequestParser(model, "tiny", defaults, RequestLimits(), engine=False)
+    backend = LocalBackend(model, metrics, batch_size=2, batch_seconds=0.0)
+    app = ChatApp(parser, backend, metrics, 4).app()
+    with run_server(app) as address, openai_client(address) as client:
+        reply = ask(client, "two", [noise(2)], 6)
+    (expected,) = generate(model, ["two"], [noise(2)], pruner, options=RunOptions(6))
+    assert tuple(reply.choices[0].token_ids) == expected.token_ids
+    assert reply.usage.visual_tokens_kept == expected.kept < expected.visual_tokens
 
 
 def test_broken_logits_of_one_request_do_not_affect_its_batch(llava_model, monkeypatch):

@@ -2,8 +2,11 @@
 
 import base64
 import io
+import itertools
 import json
+import re
 import urllib.parse
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +16,12 @@ from small_world import stepprune
 from visual import as_a_phone_stores, noise
 
 from stepprune_jax.inference import read_request
-from stepprune_jax.serving.fields import RequestError
+from stepprune_jax.serving.fields import BODY, ENGINE, RequestError
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.user_input import UserError
 
+ROOT = Path(__file__).parents[2]
 REQUEST = {"model": "tiny", "messages": [user_message("red dog?", noise(1))]}
 LIMITS = RequestLimits(bytes=20_000, pixels=10_000, images=2)
 
@@ -212,11 +216,12 @@ def test_fields_with_neutral_values_change_nothing(llava_parser, fields):
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [
-        ("n", 2, "n is 2, expected 1"),
+        ("n", 2, "n is 2, expected 1 without an engine"),
         ("n", True, "n is True, expected 1"),
         ("frequency_penalty", 0.5, "frequency_penalty is 0.5, expected 0 without an engine"),
         ("logit_bias", {"7": 9}, "logit_bias is {'7': 9}, expected {}"),
-        ("logprobs", True, "logprobs is True, expected false"),
+        ("logprobs", True, "logprobs is True, expected false without an engine"),
+        ("top_logprobs", 2, "top_logprobs is 2, expected 0 without an engine"),
         ("logprobs", 0, "logprobs is 0, expected false"),
         ("top_k", 5, "top_k is 5, expected 0 or -1"),
         ("tools", [{}], "tools is [{}], expected []"),
@@ -447,6 +452,18 @@ def test_requests_that_an_engine_cannot_serve_are_refused(llava_model):
     assert parse_error(parser, top_k=-2)[2].startswith(
         "top_k is -2, expected an integer from 1, or 0"
     )
-    assert parse_error(parser, logprobs=True)[2] == "logprobs is True, expected false"
+    chat = parse(parser, n=3, logprobs=True, top_logprobs=2)
+    assert chat.engine_fields == {"n": 3, "logprobs": 2} and chat.num_choices == 3
+    assert parse(parser, logprobs=True).engine_fields == {"logprobs": 0}
+    status, field, message = parse_error(parser, top_logprobs=2)
+    assert (status, field) == (400, "top_logprobs") and "expected logprobs to be true" in message
+    assert parse_error(parser, top_logprobs=21)[2].endswith("expected an integer from 0 to 20")
     with pytest.raises(ValueError, match="positions is 'own', expected 'compact'"):
         make_parser(llava_model, engine=True)
+
+
+def test_the_page_lists_every_field_of_a_request():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    table = page.partition("| field | alone | with an engine |")[2].partition("\n\n")[0]
+    fields = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table.splitlines()[2:]]
+    assert sorted(itertools.chain(*fields)) == sorted({*BODY, *ENGINE})

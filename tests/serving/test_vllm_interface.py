@@ -53,7 +53,7 @@ def test_vllm_has_all_flags_and_settings_that_we_use(command):
 
 def test_vllm_reads_all_fields_that_we_send():
     """Optional fields only: `FakeEngine` checks the fields that every request has."""
-    assert {*ENGINE, "seed", "stop"} <= recorded_fields("completion_request")
+    assert {*ENGINE, "seed", "stop"} - {"top_logprobs"} <= recorded_fields("completion_request")
     chat_fields = {
         "model",
         "messages",
@@ -67,6 +67,7 @@ def test_vllm_reads_all_fields_that_we_send():
 
 def test_vllm_writes_all_fields_that_we_read():
     assert {"choices"} <= recorded_fields("completion_chunk")
-    assert {"token_ids", "finish_reason", "text"} <= recorded_fields("completion_chunk_choice")
+    read_fields = {"token_ids", "finish_reason", "text", "index", "logprobs"}
+    assert read_fields <= recorded_fields("completion_chunk_choice")
     assert {"error"} <= recorded_fields("error") and {"message"} <= recorded_fields("error_info")
     assert {"data"} <= recorded_fields("model_list") and {"id"} <= recorded_fields("model_card")

@@ -17,6 +17,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli import serve
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.plan import plan_batch
+from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.serving import local as local_module
 from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.batching import Metrics
@@ -141,7 +142,8 @@ def test_no_request_compiles_anything_after_a_warm_up(llava_model, compiled, mon
     defaults = Defaults(policy=stepprune(draw=0.0), max_tokens=4)
     parser = RequestParser(llava_model, "tiny", defaults, RequestLimits(), engine=False)
     backend = LocalBackend(llava_model, metrics, batch_size=1, batch_seconds=0.0, max_tokens=4)
-    warm_up(parser, backend, Extent((1, 1), 30))
+    warm_up(parser, backend, Extent((1, 1), 30, ("4",)))
+    assert any("1 image of 9 tokens, budget 4, rows of" in line for line in lines)
     assert lines[-1].startswith("warm-up: ") and len(compiled) > 4
     assert all(re.match(r"compiled in \d+\.\d s: 1 request, ", line) for line in lines[:-1])
     start_count, system = len(compiled), {"role": "system", "content": "a"}
@@ -151,12 +153,15 @@ def test_no_request_compiles_anything_after_a_warm_up(llava_model, compiled, mon
     ):
         for images, temperature in (([], 0), ([noise(1)], 0), ([noise(2, (50, 9))], 0.7)):
             for text, max_tokens in (("red?", 1), ("two yes no", 3), ("is this a dog ?", 4)):
-                client.chat.completions.create(
-                    model="tiny",
-                    messages=[system, user_message(text, *images)],
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                )
+                # Budgets up to 4 share their programs.
+                for budget in ({}, {"budget": 3}):
+                    client.chat.completions.create(
+                        model="tiny",
+                        messages=[system, user_message(text, *images)],
+                        max_tokens=max_tokens,
+                        temperature=temperature,
+                        extra_body=budget,
+                    )
     assert len(compiled) == start_count
 
 
@@ -181,7 +186,17 @@ def test_the_server_warms_up_before_it_listens(llava_folder, monkeypatch):
     calls = []
     monkeypatch.setattr(serve, "warm_up", lambda *arguments: calls.append(arguments))
     flags = ("--model", str(llava_folder), "--dtype", "float32", "--port", "8083")
-    serve.prepare([*flags, "--no_compile_cache", "--warm_up", "--warm_up_text", "70"])
-    ((parser, backend, extent),) = calls
+    flags += ("--no_compile_cache", "--warm_up", "--warm_up_text", "70")
+    serve.prepare(flags)
+    parser, backend, extent = calls.pop()
     assert parser.name == "tiny_llava0" and backend.batch_size == 8
     assert extent == Extent((1, 1), 70)
+    budget_flags = ("--pruner", "grid", "--budget", "3", "--warm_up_budgets")
+    serve.prepare([*flags, *budget_flags, "4", "1/9"])
+    assert calls.pop()[2].budgets == ("4", "1/9")
+    serve.prepare([*flags, *budget_flags])
+    assert calls.pop()[2].budgets == tuple(map(str, bucket_ladder(9)))
+    with pytest.raises(
+        ValueError, match="--warm_up_budgets: grid: budget is 400, expected at most"
+    ):
+        serve.prepare([*flags, *budget_flags, "400"])

@@ -66,7 +66,7 @@ def user_message(text, *images):
 
 
 class FakeEngine:
-    """Speaks vLLM's interface without a model. Token ids are 10, 11, 12, ...
+    """Speaks vLLM's interface without a model. Token ids are 10, 11, 12, ...; 100 more per answer.
 
     Attributes:
         mode: "well", or a failure: "refuses", "fails", "breaks", "ends", "slow", "endless". "holds"
@@ -110,15 +110,24 @@ class FakeEngine:
             return JSONResponse({"error": {"message": "the prompt is too long"}}, 400)
         if self.mode == "fails":
             return JSONResponse({"error": {"message": "EngineCore died"}}, 500)
-        return StreamingResponse(self._stream_events(fields["max_tokens"]))
+        return StreamingResponse(self._stream_events(fields))
 
-    async def _stream_events(self, max_tokens):
+    async def _stream_events(self, fields):
+        max_tokens, num_answers = fields["max_tokens"], fields.get("n", 1)
         self.num_running += 1
         try:
             for index in range(max_tokens):
                 is_last = index + 1 == max_tokens
-                choice = {"text": "?", "token_ids": [10 + index]}
-                choice["finish_reason"] = "length" if is_last else None
+                choices = [
+                    {"index": number, "text": "?", "token_ids": [10 + 100 * number + index]}
+                    for number in range(num_answers)
+                ]
+                for choice in choices:
+                    choice["finish_reason"] = "length" if is_last else None
+                    if "logprobs" in fields:
+                        lists = {"tokens": ["a"], "token_logprobs": [-2.0]}
+                        lists["top_logprobs"] = [{"a": -2.0, "b": -0.5}]
+                        choice["logprobs"] = lists
                 while self.mode == "holds" and self.is_holding:
                     await asyncio.sleep(0.01)
                 if self.mode == "slow" or (self.mode == "endless" and index):
@@ -128,7 +137,8 @@ class FakeEngine:
                     return
                 if self.mode == "ends" and index == 2:
                     return
-                yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+                for choice in choices:
+                    yield f"data: {json.dumps({'choices': [choice]})}\n\n"
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, ClientDisconnect):
             self.num_cancelled += 1
@@ -139,14 +149,23 @@ class FakeEngine:
 
 @contextlib.contextmanager
 def serve_with_engine(
-    engine, model, *, max_in_flight=256, limits=None, batching=None, origins=(), **defaults
+    engine,
+    model,
+    *,
+    max_in_flight=256,
+    limits=None,
+    batching=None,
+    origins=(),
+    app_options=None,
+    **defaults,
 ):
     """Serves a model with the engine at an address, and yields the server's address."""
     metrics = Metrics()
     defaults = Defaults(positions="compact", **defaults)
     parser = RequestParser(model, "tiny", defaults, limits or RequestLimits(), engine=True)
     backend = EngineBackend(model, engine, metrics, **{"seconds": PATIENCE} | (batching or {}))
-    with run_server(ChatApp(parser, backend, metrics, max_in_flight).app(origins)) as address:
+    app = ChatApp(parser, backend, metrics, max_in_flight, **app_options or {})
+    with run_server(app.app(origins)) as address:
         yield address
 
 

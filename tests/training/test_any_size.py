@@ -45,6 +45,7 @@ def make_small_run(world, **changes):
     return make_run(*world, **small | changes)
 
 
+@pytest.mark.supports("qwen2_5_vl", "train")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gate", "auto"])
 def test_a_policy_is_trained(world, tmp_path, recipe):
@@ -60,6 +61,7 @@ def test_a_policy_is_trained(world, tmp_path, recipe):
     assert float(policy.stats.count) == sum(NUM_TOKENS)
 
 
+@pytest.mark.supports("qwen3_vl", "train")
 @pytest.mark.slow
 def test_a_policy_file_of_a_model_with_deep_features_can_start_a_run(tmp_path):
     """The file has no statistics of deep features."""
@@ -99,7 +101,7 @@ def test_hosts_that_share_a_batch_pad_images_to_one_size(world, tmp_path):
     largest = config.backbone.largest_pixel_shapes(1)
     parts = [
         Batches(
-            batches._corpus,
+            batches.corpus,
             batches._images,
             batch_size=12,
             seed=run.seed,

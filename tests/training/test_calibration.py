@@ -16,10 +16,14 @@ AUTOSELECT = str(Path(__file__).parents[2] / "experiments/policies/autoselect.sa
 
 
 @pytest.mark.slow
-def test_training_and_the_command_calibrate_alike(world, tmp_path, capsys):
+def test_training_and_the_command_calibrate_alike(world, tmp_path, capsys, caplog):
     model, data = world
     changes = {"steps": 3, "validation.calibrate": 4}
-    train(make_run(model, data, **changes), tmp_path / "run")
+    with caplog.at_level("INFO"):
+        train(make_run(model, data, **changes), tmp_path / "run")
+    (line,) = [line for line in caplog.messages if line.startswith("the frozen model answers")]
+    assert "of 5 validation questions" in line
+    caplog.clear()
     path = tmp_path / "run" / "policy.safetensors"
     policy = load_policy(path)
     table = policy.calibration
@@ -41,6 +45,7 @@ def test_training_and_the_command_calibrate_alike(world, tmp_path, capsys):
     content = path.read_bytes()
     train(make_run(model, data, **changes), tmp_path / "run")
     assert path.read_bytes() == content
+    assert not any("frozen model" in line for line in caplog.messages)
 
 
 def test_without_a_validation_split_there_are_no_calibration_questions(world, tmp_path):

@@ -10,11 +10,12 @@ import pytest
 from commands import status
 from tiny_run import metrics
 
-from stepprune_jax import load_policy
+from stepprune_jax import PolicyConfig, load_policy
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.policy import read_about
 from stepprune_jax.cli import export
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
+from stepprune_jax.training import Run
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
@@ -57,10 +58,25 @@ def test_the_model_card_describes_the_training(world, finished_run, tmp_path):
     ):
         assert words in card
     assert card.startswith("---\n") and "base_model" not in card and "$" not in card
+    assert "Recipe `gate`:" in card and "- updates 1 to 6: " in card
     policy = load_policy(tmp_path / "policy.safetensors")
     hub_config = about["config"] | {"model.folder": "llava-hf/llava-1.5-7b-hf"}
     hub_card = export.model_card(policy, {"step": 1, **about, "config": hub_config}, {})
     assert "\nbase_model: llava-hf/llava-1.5-7b-hf\n" in hub_card
+
+
+def test_the_model_card_states_the_values_of_the_recipe_that_auto_chose():
+    run = Run(recipe="auto", steps=500, policy=PolicyConfig(width=32, num_heads=4))
+    config = json.loads(json.dumps(run.flat()))
+    text = export._describe_recipe(config, "warm_start")
+    first, _, *phases = text.splitlines()
+    assert first == "Recipe `auto`, which chose `warm_start` by its trial:"
+    # The learning rate is 1e-3 * 64 / 32, and falls to a tenth.
+    assert phases[0].startswith("- updates 1 to 200: the warm start; AdamW 0.002 to 0.0002, ")
+    assert phases[1].startswith("- updates 201 to 500: RLOO on sampled subsets; AdamW 0.002 to")
+    assert "temperature 1.0" in phases[1] and "length_weight" in phases[1]
+    assert "which chose `gate`" in export._describe_recipe(config, "gate")
+    assert export._describe_recipe({"recipe": "other"}, None).startswith("Recipe `other`; the")
 
 
 @pytest.mark.slow

@@ -24,7 +24,12 @@ from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import AutoSelect, AutoSelectConfig
 from stepprune_jax.training import train
 from stepprune_jax.training.step_config import make_step_config
-from stepprune_jax.training.validation import Validation, read_questions
+from stepprune_jax.training.validation import (
+    Validation,
+    describe_model,
+    read_model_questions,
+    read_questions,
+)
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
@@ -44,6 +49,44 @@ def test_a_run_validates_at_its_interval_and_at_its_end(finished_run):
         overlay = finished_run / "overlays" / f"step_{row['step']:08d}.png"
         with Image.open(overlay) as image:
             assert image.width > 2 * 384 and image.height > 384
+
+
+def test_the_frozen_model_is_tested_as_validation_tests_it(validation, finished_run):
+    row = validation_rows(finished_run)[-1]
+    line = validation.test_model()[0]
+    assert line == (
+        f"the frozen model answers {row['accuracy_all']:.1f} % of 5 validation questions with all "
+        f"tokens, {row['accuracy_none']:.1f} % without an image"
+    )
+
+
+@pytest.mark.parametrize(
+    ("correct", "blind_correct", "warning"),
+    [
+        ("0000000000", "0000000000", "can hardly answer"),
+        ("1100000000", "1100000000", "the image gains 0.0 +- 0.0 points"),
+        # A gain of 1 of 10: deviation sqrt(.09 * 10 / 9) / sqrt(10) = .1, as large as the gain.
+        ("1100000000", "1000000000", "the image gains 10.0 +- 10.0 points"),
+        ("1111111110", "1000000000", None),
+    ],
+)
+def test_training_warns_of_questions_that_teach_nothing(correct, blind_correct, warning):
+    masks = (np.array([*text]) == "1" for text in (correct, blind_correct))
+    lines = describe_model(*masks)
+    assert len(lines) == (1 if warning is None else 2)
+    assert warning is None or warning in lines[1]
+
+
+def test_a_run_without_validation_tests_the_model_on_its_validation_split(world, tmp_path):
+    model, data = world
+    run = make_run(model, data, **{"validation.calibrate": 4, "validation.questions": 2})
+    assert [question.text for question in read_model_questions(run).questions] == [
+        VALIDATION_QUESTIONS[0],
+        VALIDATION_QUESTIONS[2],
+    ]
+    assert read_model_questions(make_run(model, data)) is None  # without any use of the split
+    plain_run = make_run(model, write_data(tmp_path / "plain"), **{"validation.calibrate": 4})
+    assert read_model_questions(plain_run) is None
 
 
 def test_a_profile_contains_the_updates_of_its_window(finished_run):

@@ -163,6 +163,17 @@ def test_a_recipe_that_cannot_be_followed_is_refused(world):
         make_auto_run(world, **{"optimizer.warmup": 3})
 
 
+def test_fewer_steps_shorten_the_warmup_of_the_learning_rate(capsys):
+    run = load_config("llava7b")
+    short_run = run.replace({"steps": 90})  # A phase may have a fifth of the updates.
+    assert (run.optimizer.warmup, short_run.optimizer.warmup) == (40, 1)
+    assert "config.optimizer.warmup is 1 instead of 40" in capsys.readouterr().out
+    assert run.replace({"steps": 90, "optimizer.warmup": 7}).optimizer.warmup == 7
+    with pytest.raises(ValueError, match=r"config\.optimizer\.warmup is 40, expected .* \(18\)"):
+        run.replace({"steps": 90, "optimizer.warmup": 40})
+    assert run.replace({"steps": 500}).optimizer.warmup == 40
+
+
 def test_configurations_have_the_phases_of_their_recipes():
     runs = {name: load_config(name) for name in ("llava7b", "llava7b:gate", "llava7b:literal")}
     assert [run.recipe for run in runs.values()] == ["auto", "gate", "gate"]
@@ -227,6 +238,8 @@ def test_the_gain_compares_with_subsets_of_another_image(num_needed, suffices):
     np.testing.assert_allclose([gain.all, gain.luck], [1, guess_reward], rtol=1e-5)
     assert gain.suffices == suffices and gain.questions == NUM_QUESTIONS
     assert ("clearly more" if suffices else "not clearly more") in str(gain)
+    next_function = "with Policy.rloo_loss" if suffices else "first with Policy.warm_start_loss"
+    assert f"\nnext: train {next_function}" in str(gain)
 
 
 def test_a_gain_suffices_if_it_is_larger_than_its_error():
@@ -240,6 +253,7 @@ def test_a_gain_suffices_if_it_is_larger_than_its_error():
     assert not gain._replace(sets=0.51).suffices
     no_gain = gain._replace(all=0.4)
     assert no_gain.gain == 0 and not no_gain.suffices and "0.0 +- 0.0 %" in str(no_gain)
+    assert "next: check answer_loss_fn" in str(no_gain)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Settings that a run refuses before it loads anything, and the shipped configurations."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import DataSettings, run, train
+from stepprune_jax.selectors.diagnosis import CONFIG_REMEDIES
+from stepprune_jax.training import DataSettings, Run, run, train
 from stepprune_jax.training.step_config import make_mesh, make_selector, make_step_config
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
@@ -60,7 +62,7 @@ def test_the_training_file_may_be_outside_the_data_folder(tmp_path):
         training_source(data, tmp_path)  # no folder says where the images are
     data = dataclasses.replace(data, image_folder=str(tmp_path), linked_folders=("/",))
     source = training_source(data, tmp_path / "run")
-    assert source == (file, tmp_path, (Path("/"),), tmp_path / "run", data)
+    assert source == (file, tmp_path, (Path("/"),), tmp_path / "run", data, None)
     data = dataclasses.replace(data, index_folder=str(tmp_path / "indices"))
     assert training_source(data, tmp_path).index_folder == tmp_path / "indices"
     data = dataclasses.replace(data, train_file="", folder=str(tmp_path / "data"))
@@ -142,7 +144,19 @@ def test_the_command_line_changes_fields():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("optimizer.warmpu=1", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
+        (
+            "optimizer.warmpu=1",
+            r"config.optimizer.warmpu is not a field. Did you mean config.optimizer.warmup\?$",
+        ),
+        (
+            "learning_rate=1e-3",
+            r"config.learning_rate is not a field. "
+            r"Did you mean config.optimizer.lr or config.rloo.lr or config.warm_start.lr\?$",
+        ),
+        ("optimizer.learning_rate=1", r"Did you mean config.optimizer.lr\?$"),
+        ("epochs=3", r"Did you mean config.steps\?$"),
+        ("bathc_size=3", r"Did you mean config.batch_size\?$"),
+        ("colour=red", r"config.colour is not a field.$"),
         ("steps.x=1", r"config.steps.x is not a field$"),
         ("optimizer=3", r"config.optimizer is 3, expected OptimizerSettings"),
         ("steps", r"'steps' is no change of a field, expected FIELD=VALUE"),
@@ -166,3 +180,9 @@ def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
         make_mesh(make_run("", ""))
+
+
+def test_remedies_of_a_diagnosis_name_fields_that_exist():
+    fields = Run().flat()
+    names = re.findall(r"\bconfig\.([a-z_.]*[a-z_])", " ".join(CONFIG_REMEDIES))
+    assert names and {*names} <= {*fields}

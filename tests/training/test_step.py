@@ -109,6 +109,7 @@ def test_map_rows_keeps_the_order_of_the_rows():
         np.testing.assert_array_equal(sums, x.sum(1))
 
 
+@pytest.mark.supports("llava", "train")
 def test_an_update_changes_only_the_selector(setup):
     model, config, batch = setup
     state, stats, key = make_state(setup)

@@ -28,6 +28,7 @@ def world(tmp_path_factory):
     return tiny_llava_next(folder / "model"), write_questions(data)
 
 
+@pytest.mark.supports("llava_next", "train")
 @pytest.mark.slow
 def test_a_policy_is_trained_and_validated(world, tmp_path):
     small = {"steps": 2, "batch_size": 4, "data.stats_images": 6, "optimizer.warmup": 1}

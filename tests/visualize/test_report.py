@@ -93,7 +93,81 @@ def test_the_page_begins_with_retention_and_examples(tmp_path, answered):
     assert "With 4.0 of 9 visual tokens on average, StepPrune has 75.0 % of the score" in text
     incomplete_table = merge_scores({"run": SCORES[-1:]})
     text = write_page(tmp_path / "unknown.html", incomplete_table, [], num_examples=0).read_text()
-    assert "is not known" in text
+    assert "No retention: the row of all tokens is missing" in text
+
+
+def test_title_and_first_sentence_come_from_the_rows(tmp_path):
+    def written(scores):
+        table = merge_scores({"run": scores})
+        return write_page(tmp_path / "i.html", table, [], num_examples=0).read_text()
+
+    assert "<h1>StepPrune and &lt;u&gt;grid&lt;/u&gt; on folder</h1>" in written(SCORES)
+    others = [
+        score(f"m{number}", budget, 10.0 * number) for number in range(1, 6) for budget in (2, 4)
+    ]
+    text = written([SCORES[0], *others])
+    assert "<h1>5 pruning methods on folder</h1>" in text and "StepPrune" not in text
+    # Without a policy, the sentence is about the best row with the smallest budget.
+    assert "With 2.0 of 9 visual tokens on average, m5 has 62.5 % of the score" in text
+    assert "with all tokens, the model answers no question" in written(
+        [SCORES[0] | {"headline": 0.0}, *others]
+    )
+    assert "has no score yet" in written([SCORES[0] | {"headline": None}, *others])
+
+
+def graded(method, budget, text, mode="exact"):
+    """Returns a score with outcomes; `text` has 1 for a correct answer and 0 for a wrong one."""
+    outcomes = {"statistic": "mean", "units": " ".join(text)}
+    return score(method, budget, 25.0 * text.count("1"), mode, outcomes=outcomes)
+
+
+def test_the_plot_shows_errors_and_the_gain_of_the_image(tmp_path, monkeypatch):
+    lines = []
+
+    def record(axes, x, y, errors, **options):
+        lines.append((options["mfc"], [round(value) for value in y], errors is not None))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", record)
+    rows = [graded("all tokens", 9, "1111"), graded("StepPrune", 4, "1101")]
+    assert draw_retention(merge_scores({"run": rows}))
+    assert [(percents, has_errors) for _, percents, has_errors in lines] == [
+        ([100], False),
+        ([75], True),
+    ]
+    lines.clear()
+    # Two of four answers need no image: of the other two, the policy keeps one.
+    table = merge_scores({"run": [*rows, graded("no image", 0, "1100") | {"mean_k": 0.0}]})
+    draw_retention(table)
+    assert [percents for _, percents, _ in lines] == [[100], [50]]
+    text = write_page(tmp_path / "i.html", table, [], num_examples=0).read_text()
+    assert "Share of the image&#x27;s gain that is kept" in text and "one standard error" in text
+
+
+def test_examples_show_up_to_four_methods_on_the_same_questions(tmp_path, answered, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "stepprune_jax.visualize.report.draw_rows", lambda out, rows: drawn.extend(rows)
+    )
+    monkeypatch.setattr("stepprune_jax.visualize.report._figure", lambda png, caption: caption)
+    (policy_file,) = answered.files
+    lines = [json.loads(line) for line in policy_file.path.read_text().splitlines()]
+    files, scores = [policy_file], [SCORES[0], SCORES[2]]
+    for rank, method in enumerate("abcde"):
+        for budget in (2, 4):
+            provenance = policy_file.provenance._replace(method=method, mode="exact", budget=budget)
+            file = AnswerFile.of(tmp_path, provenance)
+            # Another method may have answered in another order.
+            write_lines(file.path, lines[::-1])
+            files.append(file)
+            scores.append(score(method, budget, 10.0 * rank))
+    answered = answered._replace(files=files)
+    table = merge_scores({"run": scores})
+    caption = write_page(tmp_path / "i.html", table, [answered], num_examples=12).read_text()
+    assert "StepPrune, adaptive, 4 of 9 tokens; e, exact, 4 of 9 tokens; d, exact" in caption
+    titles = [[overlay.title for overlay in overlays] for overlays in drawn]
+    assert titles == [
+        [f"{name}, K = {count}" for count in range(4)] for name in ("StepPrune", *"edc")
+    ]
 
 
 def test_figures_without_data_are_omitted(tmp_path, answered):
@@ -114,14 +188,15 @@ def test_figures_without_data_are_omitted(tmp_path, answered):
 
 
 def test_counts_are_sorted_into_six_log_spaced_buckets():
-    # Of 16 to 127 tokens, the paper's range: edges 16, 22.6, 32, 45.3, 64, 90.5, 128.
+    # Of 16 to 127 tokens, the paper's range: edges 16, 22.6, 32, 45.3, 64, 90.5, 128, rounded up.
     count = np.array([16, 22, 23, 31, 32, 64, 90, 127])
     grades = np.array([1, 0, 1, np.nan, np.nan, 0.25, 0.75, 1])
     edges, questions, mean_grade = count_buckets(count, grades)
-    np.testing.assert_allclose(edges, 16 * 2 ** (np.arange(7) / 2), atol=1e-6)
+    assert edges.tolist() == [16, 23, 32, 46, 64, 91, 128]
     assert questions.tolist() == [2, 2, 1, 0, 2, 1]
     np.testing.assert_array_equal(mean_grade, [50, 100, np.nan, np.nan, 50, 100])
-    equal_counts = np.full(3, 5)  # Equal counts.
+    equal_counts = np.full(3, 5)
+    assert count_buckets(equal_counts, np.ones(3))[0].tolist() == [5, 6]
     assert count_buckets(equal_counts, np.ones(3))[1].sum() == 3
     assert count_buckets(0 * equal_counts, np.ones(3))[1].sum() == 3
     for counts, grade_case in ((count, grades), (0 * equal_counts, np.full(3, np.nan))):

@@ -1,9 +1,10 @@
-"""Measures the load of a service: vLLM by itself, and our server with vLLM, on the CPU.
+"""Measures the load of vLLM by itself, with our plugin, and behind our server, on the CPU.
 
     python -m tools.bench.serving --clients 1 4 16 32
 
 The model is a LLaVA of about 190 million random weights with 576 visual tokens per image. The
-policy is untrained, with a stop bias that keeps 64 tokens on average. Each client sends its next
+policy is untrained, with a stop bias that keeps 64 tokens on average; the plugin and one of the
+modes of the server keep exactly 64. Each client sends its next
 request after the last answer, always with a new image, and asks for short answers. `make
 test-serving` builds vLLM's environment.
 """
@@ -33,6 +34,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import pipeline, read_request
+from stepprune_jax.integrations.vllm_plugin import VARIABLE
 from stepprune_jax.policy.trajectory import count_at_bias
 from tools.bench.timing import machine
 from tools.bench.vllm_server import Vllm, free_port
@@ -80,18 +82,24 @@ class Mode(NamedTuple):
         name: name in the table.
         has_server: whether our server receives the requests, instead of vLLM.
         fields: fields of the requests.
+        has_plugin: whether vLLM prunes images with our plugin.
     """
 
     name: str
     has_server: bool
     fields: Mapping[str, Any]
+    has_plugin: bool = False
+
+
+_VLLM_FIELDS = {"temperature": 0, "add_special_tokens": False}
 
 
 MODES = (
-    Mode("vLLM by itself", False, {"temperature": 0, "add_special_tokens": False}),
+    Mode("vLLM by itself", False, _VLLM_FIELDS),
     Mode("server, all tokens", True, {"pruner": "all"}),
     Mode(f"server, {KEPT} tokens", True, {"budget": KEPT}),
     Mode("server, learned stop", True, {}),
+    Mode(f"plugin, {KEPT} tokens", False, _VLLM_FIELDS, has_plugin=True),
 )
 
 
@@ -219,14 +227,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         millions = write_model(folder)
         print(f"{machine()}; {millions:.0f} million weights, float32\n", flush=True)
-        with Vllm(folder / "model", folder / "vllm.log", *ENGINE_FLAGS) as engine:
+        policy = str(folder / "policy.safetensors")
+        setting = {VARIABLE: json.dumps({"policy": policy, "budget": KEPT})}
+        with (
+            Vllm(folder / "model", folder / "vllm.log", *ENGINE_FLAGS) as engine,
+            Vllm(
+                folder / "model", folder / "plugin.log", *ENGINE_FLAGS, settings=setting
+            ) as plugin,
+        ):
             port = free_port()
             command = [sys.executable, "-m", "stepprune_jax.cli.serve", "--dtype", "float32"]
-            command += ["--model", folder / "model", "--policy", folder / "policy.safetensors"]
+            command += ["--model", folder / "model", "--policy", policy]
             command += ["--engine", engine.address, "--engine_timeout", 600, "--port", port]
             server = subprocess.Popen([*map(str, command)])
             try:
-                _measure(engine, f"http://127.0.0.1:{port}", flags)
+                _measure(engine, plugin, f"http://127.0.0.1:{port}", flags)
             finally:
                 server.terminate()
                 server.wait()
@@ -234,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shutil.rmtree(folder)
 
 
-def _measure(engine: Vllm, server_address: str, flags: argparse.Namespace) -> None:
+def _measure(engine: Vllm, plugin: Vllm, server_address: str, flags: argparse.Namespace) -> None:
     """Waits for the server, compiles its programs for all batch sizes, and prints the table."""
     while True:
         try:
@@ -244,12 +259,13 @@ def _measure(engine: Vllm, server_address: str, flags: argparse.Namespace) -> No
             time.sleep(0.5)
 
     def run(mode: Mode, clients: int, requests: int, seed: int) -> Load:
-        target = (server_address, "model") if mode.has_server else (engine.address, engine.name)
+        vllm = plugin if mode.has_plugin else engine
+        target = (server_address, "model") if mode.has_server else (vllm.address, vllm.name)
         sizes = {"clients": clients, "requests": requests, "tokens": flags.tokens}
         return asyncio.run(measure_load(*target, mode, **sizes, seed=seed))
 
     for mode in MODES:
-        for size in (1, 2, 4, 8) if mode.has_server else (1,):
+        for size in (1, 2, 4, 8) if mode.has_server or mode.has_plugin else (1,):
             run(mode, size, size, size)
     print("| | clients | requests | requests/s | first token p50 s | p99 s | tokens kept |")
     print(f"|{' --- |' * 7}", flush=True)

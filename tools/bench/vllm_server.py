@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx2
 
 PYTHON = Path(__file__).parents[2] / ".venv-serving" / "bin" / "python"
-_SETTINGS = {
+# Environment variables for vLLM on a CPU.
+SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,7 +37,14 @@ class Vllm:
         port: port of the server.
     """
 
-    def __init__(self, model: Path, log: Path, *flags: str, port: int | None = None):
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *flags: str,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+    ):
         """Starts the server.
 
         Args:
@@ -43,6 +52,7 @@ class Vllm:
             log: file for the output.
             *flags: further flags of vLLM.
             port: the port; None takes a free port.
+            settings: further environment variables.
         """
         self.port = port = port or free_port()
         self.address, self.name, self._log = f"http://127.0.0.1:{port}", str(model), Path(log)
@@ -51,7 +61,7 @@ class Vllm:
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
                 [*map(str, (*command, *arguments, "--enable-prompt-embeds"))],
-                env=os.environ | _SETTINGS,
+                env=os.environ | SETTINGS | dict(settings or {}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

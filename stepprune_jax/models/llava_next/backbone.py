@@ -192,7 +192,7 @@ class LlavaNext(Llava):
         values = jnp.reshape(cast(Array, pixels.values), (i * t, *pixels.values.shape[2:]))
         tower_taps = [tap for tap in taps if tap.kind != "tile"]
         features, tapped = super().encode_image(params, values, tower_taps, execution)
-        patch, is_patch = self._source_patches(pixels)
+        patch, is_patch = self.source_patches(pixels)
         tile = patch // num_patches
         # In taps with a class token in front of the patches of each tile, patch p of tile t has the
         # index p + t + 1. The class token of the overview has the index 0.
@@ -212,7 +212,7 @@ class LlavaNext(Llava):
         tapped |= {f"{kind}.{layer}": tile for kind, layer in taps if kind == "tile"}
         return _gather_tokens(features, 1, patch, is_patch), tapped
 
-    def _source_patches(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Bool[Array, "i n"]]:
+    def source_patches(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Bool[Array, "i n"]]:
         """Returns the patch of each token, and whether the token is a patch.
 
         The tokens of an image are the patches of its overview, then the rows of its larger version

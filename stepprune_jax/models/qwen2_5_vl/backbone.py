@@ -1,5 +1,6 @@
 """Qwen2.5-VL (Bai et al., https://arxiv.org/abs/2502.13923), and the base class of Qwen3-VL."""
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -15,27 +16,33 @@ from jaxtyping import Array, Float, Int
 from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.data.videos import Video
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
-from stepprune_jax.models.images import Bytes, read_processor
-from stepprune_jax.models.qwen2_5_vl import images, tower, weights
+from stepprune_jax.models.images import Bytes, Clip, read_processor
+from stepprune_jax.models.qwen2_5_vl import images, tower, videos, weights
 from stepprune_jax.models.qwen2_5_vl.config import PatchModelConfig, QwenConfig
-from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
+from stepprune_jax.models.qwen2_5_vl.images import (
+    Patches,
+    QwenImageSettings,
+    VideoSettings,
+)
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, replace_prefix
 from stepprune_jax.user_input import naming, require
 
 _ROLES = ("user", "assistant")
 _START, _END = "<|im_start|>", "<|im_end|>"
-_IMAGE = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
+# Text of a prompt for an image, and for a temporal patch of a video of Qwen3-VL.
+IMAGE_TEXT = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
 # Special tokens that represent visual tokens, with the reason why prompts must not contain them:
 # in the user's text they would represent visual tokens that do not exist.
 _FORBIDDEN_TOKENS = {
     token: f"which the template adds: use {IMAGE_MARK} for an image"
     for token in ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
-} | {"<|video_pad|>": "but videos are not supported"}
+} | {"<|video_pad|>": f"which the template adds: use {IMAGE_MARK} for a video, too"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,8 @@ class QwenBackbone(Backbone):
         SYSTEM: the template's system prompt; None for no system prompt.
         TOWER: module of the family with `init_vision` and `encode`.
         WEIGHTS: module of the family with `rules`.
+        VIDEO_PROCESSOR: name of the video processor's class in `transformers`.
+        VIDEO_SETTINGS: settings of a video processor whose file does not have them.
     """
 
     config: PatchModelConfig
@@ -54,16 +63,22 @@ class QwenBackbone(Backbone):
     SYSTEM: ClassVar[str | None] = None
     TOWER: ClassVar[ModuleType]
     WEIGHTS: ClassVar[ModuleType]
+    VIDEO_PROCESSOR: ClassVar[str]
+    VIDEO_SETTINGS: ClassVar[VideoSettings] = VideoSettings()
 
     def may_be_unused(self, name: str) -> bool:
         return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
 
     @classmethod
     def image_settings(cls, folder: str | Path) -> QwenImageSettings:
-        return images.settings_from_hf(*read_processor(folder))
+        settings = images.settings_from_hf(*read_processor(folder))
+        return settings._replace(video=videos.read_settings(folder, cls.VIDEO_SETTINGS))
 
     def hf_processor(self, settings: QwenImageSettings) -> dict[str, Json]:
-        return {"preprocessor_config.json": images.to_hf(self.config, settings, self.PROCESSOR)}
+        return {
+            "preprocessor_config.json": images.to_hf(self.config, settings, self.PROCESSOR),
+            videos.VIDEO_FILE: videos.to_hf(self.config, settings.video, self.VIDEO_PROCESSOR),
+        }
 
     def bound_images(
         self,
@@ -110,6 +125,41 @@ class QwenBackbone(Backbone):
     def num_padded_tokens(self, pixels: Patches) -> int:
         return pixels.values.shape[1] // self.config.vision.unit
 
+    def read_video(self, settings: QwenImageSettings, video: Video) -> Clip:
+        return videos.read_clip(self, settings.video, video)
+
+    @abc.abstractmethod
+    def sample_frames(
+        self, settings: VideoSettings, total: int, rate: float, video: Video
+    ) -> Int[np.ndarray, "k"]:
+        """Returns the ascending indices of the frames to read.
+
+        Args:
+            settings: settings of the video processor.
+            total: number of frames of the video.
+            rate: number of frames of the video per second.
+            video: the video, with the number of frames to sample or their rate.
+        """
+
+    @abc.abstractmethod
+    def video_size(
+        self, settings: VideoSettings, size: videos.FrameSize, num_frames: int
+    ) -> videos.FrameSize:
+        """Returns the size of resized frames of a video with `num_frames` sampled frames."""
+
+    def time_interval(self, seconds: float) -> float:
+        """Returns the number of temporal position ids in a time between two temporal patches."""
+        del seconds
+        return 0.0
+
+    def as_patch_of_clip(self, pixels: Patches) -> Patches:
+        frames = self.config.vision.temporal_patch_size
+        values = np.tile(np.asarray(pixels.values), (1, 1, frames))
+        return pixels._replace(values=values, of_video=np.zeros(len(values), bool))
+
+    def num_padded_clip_tokens(self, num_tokens: int) -> int:
+        return images.num_padded_tokens(num_tokens, num_tokens)
+
     @classmethod
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         # If the assistant's last turn has text, the prompt ends with the end token and no newline.
@@ -121,7 +171,7 @@ class QwenBackbone(Backbone):
         texts = [] if system is None else [f"{_START}system\n{system}{_END}"]
         for turn, message in enumerate(turns):
             end = _END if message or turn + 1 < len(turns) else ""
-            message = (message or "").replace(IMAGE_MARK, _IMAGE)
+            message = (message or "").replace(IMAGE_MARK, IMAGE_TEXT)
             texts.append(f"{_START}{_ROLES[turn % 2]}\n{message}{end}")
         return "\n".join(texts)
 
@@ -156,6 +206,23 @@ class QwenBackbone(Backbone):
         offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
         return offset, grid.max(-1)
 
+    def clip_positions(
+        self,
+        grid: Int[Array, "*b 2"],
+        place: Int[Array, "*b k"],
+        frames: Int[Array, "*b"],
+        interval: Float[Array, "*b"],
+    ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
+        patch_grid = jnp.stack([grid[..., 0] // jnp.maximum(frames, 1), grid[..., 1]], axis=-1)
+        patch_size = jnp.maximum(patch_grid.prod(-1), 1)[..., None]
+        offset, extent = self.image_positions(patch_grid, place % patch_size)
+        if not self.MARKS_PATCHES:
+            # As in `transformers`, the time is computed in float32 and rounded down. The text after
+            # the video continues by its rows and columns, also if the time is longer.
+            time = (place // patch_size).astype(jnp.float32) * interval[..., None]
+            offset = offset.at[..., 0, :].set(time.astype(jnp.int32))
+        return offset, extent
+
 
 @dataclasses.dataclass(frozen=True)
 class Qwen2_5_VL(QwenBackbone):  # noqa: N801
@@ -168,6 +235,7 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
     PROCESSOR = "Qwen2_5_VLProcessor"
     SYSTEM = "You are a helpful assistant."
     TOWER, WEIGHTS = tower, weights
+    VIDEO_PROCESSOR = "Qwen2VLVideoProcessor"
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
 
@@ -182,6 +250,22 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
         return replace_prefix(name, weights.PREFIXES)
+
+    def sample_frames(
+        self, settings: VideoSettings, total: int, rate: float, video: Video
+    ) -> Int[np.ndarray, "k"]:
+        return videos.sample_by_steps(settings, total, rate, video)
+
+    def video_size(
+        self, settings: VideoSettings, size: videos.FrameSize, num_frames: int
+    ) -> videos.FrameSize:
+        del num_frames  # the limits of the area refer to one frame
+        settings = videos.bound_area(settings, self.config.max_pixels)
+        return videos.frame_size(self.config.vision.factor, settings, size)
+
+    def time_interval(self, seconds: float) -> float:
+        # In float32, as in `transformers`.
+        return float(np.float32(self.config.vision.tokens_per_second) * np.float32(seconds))
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # A matrix product of m x k and k x n counts m k n multiply-adds (MACs), two FLOPs each. In

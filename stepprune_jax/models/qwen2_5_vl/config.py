@@ -64,6 +64,7 @@ _TOWER = {
     **PATCH_TOWER,
     "window_size": size_rule("window_size", 112),
     "full_blocks": integers_rule("fullatt_block_indexes", (7, 15, 23, 31)),
+    "tokens_per_second": size_rule("tokens_per_second", 4),
 }
 _TOWER_ONLY = {
     "kind": choice_rule("model_type", "qwen2_5_vl_vision", "qwen2_5_vl"),
@@ -151,10 +152,12 @@ class QwenVisionConfig(PatchTowerConfig):
         window_size: side of an attention window in pixels.
         full_blocks: numbers of the blocks with global attention. All other blocks attend within
             windows.
+        tokens_per_second: number of temporal position ids per second of a video.
     """
 
     window_size: int = 112
     full_blocks: tuple[int, ...] = (7, 15, 23, 31)
+    tokens_per_second: int = 4
 
     def __post_init__(self):
         super().__post_init__()

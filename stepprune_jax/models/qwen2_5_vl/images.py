@@ -10,11 +10,19 @@ import math
 from typing import NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 from PIL import Image
 
-from stepprune_jax.models.config import Json, choice_rule, object_rule, read_fields, size_rule
+from stepprune_jax.models.config import (
+    Json,
+    Normalisation,
+    choice_rule,
+    object_rule,
+    read_fields,
+    size_rule,
+)
 from stepprune_jax.models.images import (
     RESAMPLE,
     Bytes,
@@ -51,14 +59,35 @@ IMAGE_SIZES = (
 )
 
 
+class VideoSettings(NamedTuple):
+    """Settings of the video processor; see `videos.read_settings`.
+
+    Attributes:
+        min_pixels: smallest area in pixels: of a resized frame for Qwen2.5-VL, of all frames
+            together for Qwen3-VL.
+        max_pixels: largest area in pixels.
+        fps: number of frames to sample per second.
+        min_frames: smallest number of frames to sample at a rate.
+        max_frames: largest number of frames to sample at a rate.
+    """
+
+    min_pixels: int = 128 * 28 * 28
+    max_pixels: int = 768 * 28 * 28
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+
 class QwenImageSettings(NamedTuple):
     """Settings of the image processor that are not in `PatchModelConfig`.
 
     Attributes:
         resample: number of a Pillow resampling filter.
+        video: settings of the video processor.
     """
 
     resample: int = 3
+    video: VideoSettings = VideoSettings()
 
 
 class Patches(NamedTuple):
@@ -67,12 +96,16 @@ class Patches(NamedTuple):
     Attributes:
         values: [i, m, v] values of the patches: bytes, or float32 after normalisation. The patches
             of a merged patch are consecutive, and merged patches have raster order. The v values of
-            a patch run over (channel, row, column). Images are padded with zeros to m patches.
-        grid: [i, 2] rows and columns of merged patches.
+            a patch run over (channel, row, column), or over (frame, channel, row, column) in a
+            batch with videos. Images are padded with zeros to m patches.
+        grid: [i, 2] rows and columns of merged patches. A temporal patch of a video is one row i.
+        of_video: [i] True = temporal patch of a video, whose bytes `transformers` normalises with
+            other roundings; None without videos.
     """
 
     values: UInt8[Array | np.ndarray, "*i m v"] | Float[Array, "*i m v"] | jax.ShapeDtypeStruct
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
+    of_video: Bool[Array | np.ndarray, "*i"] | None = None
 
 
 def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
@@ -183,13 +216,14 @@ def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.I
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
-def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
+def to_patches(config: PatchModelConfig, image: Bytes, max_tokens: int | None = None) -> Patches:
     """Cuts a resized image into patches and pads them; the result has no axis of images.
 
     Args:
         config: the model's configuration.
         image: [3, height, width] bytes. The sides are multiples of a merged patch, which is a
             square of k x k patches of p x p pixels.
+        max_tokens: number of tokens of the largest image; None for `config.max_image_tokens`.
 
     Returns:
         The patches of the image, padded to one of few numbers of patches.
@@ -200,7 +234,7 @@ def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
     # The axes become (row and column of the merged patch, row and column of the patch in it,
     # channel, row and column of the pixel).
     patches = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
-    num_slots = num_padded_tokens(rows * columns, config.max_image_tokens)
+    num_slots = num_padded_tokens(rows * columns, max_tokens or config.max_image_tokens)
     values = np.zeros((num_slots * vision.unit, 3 * p * p), np.uint8)
     image_values = values[: rows * columns * vision.unit].reshape(patches.shape)
     image_values[:] = patches  # writes to a view of `values`
@@ -209,13 +243,47 @@ def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
 
 def normalise_patches(config: PatchModelConfig, pixels: Patches) -> Patches:
     """Normalises the bytes of images to float32; padding remains 0."""
-    values, grid = (cast(Array, leaf) for leaf in pixels)
+    values, grid = (cast(Array, leaf) for leaf in pixels[:2])
     *leading, m, v = values.shape
-    by_channel = values.reshape(*leading, m, 3, v // 3)
-    normalised = normalise(config.normalisation, by_channel, -2).reshape(values.shape)
-    is_patch = np.arange(m) < config.vision.unit * grid.prod(-1)[..., None]
+    num_values = config.vision.patch_size**2  # of a channel of one frame of a patch
+    by_channel = values.reshape(*leading, m, v // (3 * num_values), 3, num_values)
+    normalised = normalise(config.normalisation, by_channel, -2)
     where = normalised.__array_namespace__().where
-    return Patches(where(is_patch[..., None], normalised, 0), grid)
+    if pixels.of_video is not None:
+        of_video = cast(Array, pixels.of_video)[..., None, None, None, None]
+        fused = normalise_like_torch(config.normalisation, by_channel)
+        normalised = where(of_video, fused, normalised)
+    is_patch = np.arange(m) < config.vision.unit * grid.prod(-1)[..., None]
+    return pixels._replace(values=where(is_patch[..., None], normalised.reshape(values.shape), 0))
+
+
+def normalise_like_torch(
+    normalisation: Normalisation, values: UInt8[Array | np.ndarray, "*b 3 v"]
+) -> Float[Array | np.ndarray, "*b 3 v"]:
+    """Normalises bytes of videos: (byte - mean / rescale) / (std / rescale), all in float32.
+
+    Args:
+        normalisation: constants for each color channel.
+        values: [..., 3, v] bytes.
+    """
+    inverse_rescale = np.float32(1 / np.asarray(normalisation.rescale))
+    mean, std = (
+        (np.asarray(constant, np.float32) * inverse_rescale)[:, None]
+        for constant in (normalisation.mean, normalisation.std)
+    )
+    if isinstance(values, np.ndarray):
+        return (values.astype(np.float32) - mean) / std
+    # XLA on a CPU may multiply by the reciprocal of a constant, so the program reads a table.
+    table = ((np.arange(256, dtype=np.float32) - mean) / std).ravel()
+
+    def look_up(values: Array) -> Array:
+        channel_offset = 256 * np.arange(3, dtype=np.int32)[:, None]
+        return jnp.take(table, values + channel_offset, mode="clip")
+
+    def compute(values: Array) -> Array:
+        return (values.astype(np.float32) - mean) * (1 / std)
+
+    return jax.lax.platform_dependent(values, cpu=look_up, default=compute)
 
 
 def num_padded_tokens(num_tokens: int, max_tokens: int) -> int:

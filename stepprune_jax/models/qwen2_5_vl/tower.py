@@ -313,12 +313,13 @@ def init_vision(key: Array, config: QwenVisionConfig) -> Params:
 def embed_patches(
     params: Params, config: PatchTowerConfig, values: Float[Array, "i m v"]
 ) -> Float[Array, "i m d"]:
-    """Embeds patches, with the still image as every frame.
+    """Embeds patches of videos, or of still images as every frame.
 
     Args:
         params: weights of the tower; its patch embedding may have a bias.
         config: shape of the tower.
-        values: [i, m, v] normalised values of one frame of each patch.
+        values: [i, m, v] normalised values of each patch, either of one frame, which is used as
+            every frame, or of all frames.
 
     Returns:
         [i, m, d] embeddings.
@@ -328,7 +329,12 @@ def embed_patches(
     # The kernel runs over (frame, row, column, channel), the values over (channel, row, column).
     kernel = kernel.reshape(frames, p, p, 3, -1).transpose(0, 3, 1, 2, 4)
     values = values.astype(kernel.dtype)
-    terms = [matmul_float32(values, frame.reshape(3 * p * p, -1)) for frame in kernel]
+    is_still = values.shape[-1] == 3 * p * p
+    frame_values = [values] * frames if is_still else jnp.split(values, frames, axis=-1)
+    terms = [
+        matmul_float32(of_frame, frame_kernel.reshape(3 * p * p, -1))
+        for of_frame, frame_kernel in zip(frame_values, kernel, strict=True)
+    ]
     terms += [] if bias is None else [bias]
     return functools.reduce(operator.add, terms).astype(kernel.dtype)
 

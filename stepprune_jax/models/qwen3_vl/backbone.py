@@ -5,10 +5,18 @@ has no system prompt.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
+
+from stepprune_jax.data.videos import Video
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
-from stepprune_jax.models.qwen2_5_vl.backbone import QwenBackbone
+from stepprune_jax.models.images import Clip
+from stepprune_jax.models.qwen2_5_vl import videos
+from stepprune_jax.models.qwen2_5_vl.backbone import IMAGE_TEXT, QwenBackbone
+from stepprune_jax.models.qwen2_5_vl.images import VideoSettings
 from stepprune_jax.models.qwen3_vl import tower, weights
 from stepprune_jax.models.qwen3_vl.config import Qwen3Config
 
@@ -25,6 +33,9 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
     TOWER, WEIGHTS = tower, weights
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
+    VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
+    VIDEO_SETTINGS = VideoSettings(128 * 32 * 32, 768 * 32 * 32)
+    MARKS_PATCHES = True
 
     @classmethod
     def matches(cls, raw: Json) -> bool:
@@ -37,6 +48,30 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
         return name
+
+    def sample_frames(
+        self, settings: VideoSettings, total: int, rate: float, video: Video
+    ) -> Int[np.ndarray, "k"]:
+        return videos.sample_by_linspace(settings, total, rate, video)
+
+    def video_size(
+        self, settings: VideoSettings, size: videos.FrameSize, num_frames: int
+    ) -> videos.FrameSize:
+        # The limits of the area are those of all frames together.
+        factor = self.config.vision.factor
+        settings = videos.bound_area(settings, num_frames * self.config.max_pixels)
+        size = videos.enlarge_to_patch(factor, size)
+        return videos.frame_size(factor, settings, size, num_frames)
+
+    @classmethod
+    def place_videos(cls, text: str, clips: Sequence[Clip | None]) -> str:
+        first_piece, *pieces = text.split(IMAGE_TEXT)
+        placed = [first_piece]
+        for clip, piece in zip(clips, pieces, strict=True):
+            times = () if clip is None else clip.times
+            marks = [f"<{seconds:.1f} seconds>{IMAGE_TEXT}" for seconds in times]
+            placed += ["".join(marks) or IMAGE_TEXT, piece]
+        return "".join(placed)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # The mergers read all tokens before pruning, so they count as part of the tower. The kept

@@ -7,6 +7,7 @@ from servers import PATIENCE
 from tiny_qwen import qwen_tokenizer, tiny_qwen, tiny_qwen_config
 
 from stepprune_jax import testing
+from stepprune_jax.models.config import Normalisation
 from tools.bench.serving import CHAT
 from tools.bench.vllm_server import PYTHON, Vllm
 
@@ -45,13 +46,23 @@ def wide_llava(tmp_path_factory):
 def wide_qwen(tmp_path_factory):
     """The folder of a tiny Qwen2.5-VL that vLLM takes."""
     raw = tiny_qwen_config(qwen_tokenizer())
-    return tiny_qwen(
+    folder = tiny_qwen(
         tmp_path_factory.mktemp("wide_qwen"),
         **_HEADS,
         num_key_value_heads=1,
         rope_scaling=raw["rope_scaling"] | {"mrope_section": [4, 6, 6]},
         vision_config=raw["vision_config"] | {"out_hidden_size": 64},
     )
+    # vLLM normalises pixels only if the file says so, as published files do.
+    file = folder / "preprocessor_config.json"
+    normalisation = {
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": list(Normalisation().mean),
+        "image_std": list(Normalisation().std),
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | normalisation))
+    return folder
 
 
 # Tiny models need neither compiled kernels nor a measurement of the memory that images take.

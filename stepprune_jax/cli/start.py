@@ -1,0 +1,93 @@
+"""Starts the commands of the console scripts: parses the flags first, and ends on Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+from stepprune_jax.cli.command_line import escape_output, one_line_errors, program, signal_status
+from stepprune_jax.cli.compile_notice import announcing_compiles
+
+# Seconds that the main thread has for its reaction to Ctrl-C. Python reacts between two of its
+# instructions, so a call of a compiler may delay the reaction by minutes.
+_REACTION_SECONDS = 1.0
+# Seconds until a command must have ended after Ctrl-C. Python drops a KeyboardInterrupt that is
+# raised in a destructor or in a callback of a library, and the command would continue.
+_END_SECONDS = 5.0
+
+
+def start(name: str) -> None:
+    """Runs a command. Imports its module, and hence jax, only if its flags are valid.
+
+    Args:
+        name: name of the command's module in `cli` and in `cli.flags`.
+    """
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_interruptible:  # Nothing is computed or written before the command runs.
+        signal.signal(signal.SIGINT, lambda *_: _end(program(name)))
+    escape_output()
+    flags = import_module(f"stepprune_jax.cli.flags.{name}")
+    script = program(flags.NAME)
+    if is_interruptible:
+        signal.signal(signal.SIGINT, lambda *_: _end(script))
+    with one_line_errors(script):
+        flags.parse()
+        command = import_module(f"stepprune_jax.cli.{name}").command
+    with announcing_compiles():
+        if not is_interruptible:  # A shell's background job ignores Ctrl-C.
+            command()
+            return
+        with ending_on_interrupt(script):
+            command()
+
+
+@contextlib.contextmanager
+def ending_on_interrupt(name: str) -> Iterator[None]:
+    """Raises KeyboardInterrupt on Ctrl-C, and ends the process if the command does not end soon.
+
+    A command does not react while it compiles a program or waits for a device.
+
+    Args:
+        name: name of the command, for the message.
+    """
+    is_raised, has_ended = threading.Event(), threading.Event()
+
+    def raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
+        is_raised.set()
+        raise KeyboardInterrupt
+
+    def watch(signals: socket.socket) -> None:
+        """Waits for signals. Each byte of the socket is the number of a signal."""
+        while received := signals.recv(1):
+            # A command may have replaced the handler, for example to save a checkpoint first.
+            has_handler = signal.getsignal(signal.SIGINT) is raise_interrupt
+            is_interrupt = received[0] == signal.SIGINT and has_handler
+            if is_interrupt and not (
+                is_raised.wait(_REACTION_SECONDS) and has_ended.wait(_END_SECONDS)
+            ):
+                _end(name)
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # `set_wakeup_fd` requires this.
+    previous_handler = signal.signal(signal.SIGINT, raise_interrupt)
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, args=[reader], name="stepprune-interrupts", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        signal.set_wakeup_fd(previous_fd)
+        signal.signal(signal.SIGINT, previous_handler)
+        writer.close()  # Ends the thread.
+
+
+def _end(name: str) -> NoReturn:
+    """Prints that the command was interrupted, and ends the process without cleaning up."""
+    print(f"{name}: interrupted", file=sys.stderr, flush=True)
+    os._exit(signal_status(signal.SIGINT))
