@@ -28,6 +28,7 @@ from stepprune_jax.pruning.frames import Frames
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
+from stepprune_jax.pruning.mmtok import MMTok
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
@@ -70,6 +71,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         HiPrune,
         DivPrune,
         CDPruner,
+        MMTok,
         Frames,
         Evs,
         VidCom2,

@@ -25,6 +25,7 @@ PRUNERS = (
     "hiprune",
     "divprune",
     "cdpruner",
+    "mmtok",
     "frames",
     "evs",
     "vidcom2",

@@ -164,6 +164,20 @@ def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[int, ...]:
+    """Returns the ids of words that are tokenized one by one, without start tokens.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        words: words without blanks.
+    """
+    if not words:
+        return ()
+    with TOKENIZER_LOCK:
+        encoded = tokenizer(list(words), is_split_into_words=True, add_special_tokens=False)
+    return tuple(encoded.input_ids)
+
+
 def user_words(turns: Sequence[str]) -> str:
     """Returns the user's turns of a conversation, one per line, without image marks."""
     texts = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]

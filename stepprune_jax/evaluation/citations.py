@@ -153,6 +153,13 @@ PAPERS = {
         "2506.10967",
         _NEURIPS_2025,
     ),
+    "mmtok": Paper(
+        "dong2026mmtok",
+        "Dong, Sixun and Hu, Juhua and Zhang, Mian and Yin, Ming and Fu, Yanjie and Qian, Qi",
+        "MMTok: Multimodal Coverage Maximization for Efficient Inference of VLMs",
+        "2508.18264",
+        "International Conference on Learning Representations (ICLR) 2026",
+    ),
     "evs": Paper(
         "bagrov2025evs",
         "Bagrov, Natan and Khvedchenia, Eugene and Tymchenko, Borys and Aharon, Shay and "

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import pad_batch, word_ids
 from stepprune_jax.inference.base import (
     CHUNK_PATCHES,
     Batch,
@@ -45,6 +46,7 @@ from stepprune_jax.policy.buckets import (
     pad_ids,
     pad_rows,
     row_bucket,
+    words_bucket,
 )
 from stepprune_jax.pruning import AllTokens, Kept, Pruner, Ranker, Ranking
 from stepprune_jax.user_input import UserError
@@ -309,6 +311,8 @@ def make_pairs(
             features, taps = jax.tree.map(lambda array: array[image], (features, taps))
             features, taps = place_rows(mesh, (features, taps))
             image = np.arange(len(image))
+    if pruner.reads_words and model.tokenizer is not None:
+        words, num_words = _choose_words(model, pruner, words, num_words)
     if not pruner.reads_text:
         words, num_words = np.zeros((len(words), 1), np.int32), np.zeros(len(words), np.int32)
     # Without sizes, the program skips the masks of padding. Models whose images differ in size
@@ -327,6 +331,30 @@ def make_pairs(
         "frames": None if images.clips is None else images.clips.take(pairing.image).frames,
     }
     return Pairs(pixels, features, taps, **place_rows(mesh, arrays))
+
+
+def _choose_words(
+    model: VLM, pruner: Pruner, ids: Int[np.ndarray, "r w"], num_ids: Int[np.ndarray, "r"]
+) -> tuple[Int[np.ndarray, "r v"], Int[np.ndarray, "r"]]:
+    """Replaces the ids of the user's text by the ids of the words that a pruner reads.
+
+    Args:
+        model: the model, with a tokenizer.
+        pruner: a pruner with `reads_words`.
+        ids: [r, w] right-padded ids of the user's text.
+        num_ids: [r] number of ids in each row.
+
+    Returns:
+        [r, v] right-padded ids of the words, where v is w or a larger bucket; and [r] number of ids
+        in each row.
+    """
+    tokenizer: Any = model.tokenizer
+    texts = (
+        tokenizer.decode(row_ids[:count], clean_up_tokenization_spaces=False)
+        for row_ids, count in zip(ids, num_ids, strict=True)
+    )
+    rows = [word_ids(tokenizer, pruner.words(model.config, text)) for text in texts]
+    return pad_batch(rows, width=max(ids.shape[1], words_bucket(max(map(len, rows)))))
 
 
 def plan_rows(

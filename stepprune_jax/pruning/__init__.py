@@ -26,6 +26,7 @@ from stepprune_jax.pruning.frames import Frames
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
+from stepprune_jax.pruning.mmtok import MMTok
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
@@ -54,6 +55,7 @@ __all__ = [
     "Kept",
     "LayerCut",
     "LayerPruner",
+    "MMTok",
     "PruMerge",
     "PruMergePlus",
     "Pruner",

@@ -57,6 +57,7 @@ class Pruner:
         positions: position ids of kept tokens in the authors' program, for models with one id per
             token.
         reads_text: whether the method reads the user's text.
+        reads_words: whether the method reads the result of `words` instead of all of the text.
         after_projector: whether the method reads and returns projected tokens, instead of tokens
             before the projector.
         keeps_images: whether images are kept entirely, because the method compares the frames of
@@ -79,6 +80,7 @@ class Pruner:
     schedules: ClassVar[tuple[str, ...]] = ()
     positions: ClassVar[str] = "original"
     reads_text: ClassVar[bool] = False
+    reads_words: ClassVar[bool] = False
     after_projector: ClassVar[bool] = False
     keeps_images: ClassVar[bool] = False
     reads_videos: ClassVar[bool] = True
@@ -218,6 +220,21 @@ class Pruner:
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the intermediates of the tower that the method reads."""
         return ()
+
+    def words(self, config: ModelConfig, text: str) -> list[str]:
+        """Returns the words to read of the user's text, if the method has `reads_words`.
+
+        The words are tokenized one by one; `PrunerInputs.text` has the embeddings of their tokens.
+        A model without a tokenizer has no text, so its pruners read all ids instead.
+
+        Args:
+            config: the model's configuration.
+            text: the user's turns, one per line, without image marks.
+
+        Returns:
+            The words, without blanks.
+        """
+        return text.split()
 
     def program(self: AnyPruner) -> AnyPruner:
         """Returns the pruner without its exact count, so that all counts share programs.

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
-from stepprune_jax.pruning.ordering import tile_taps, unit_vectors
+from stepprune_jax.pruning.ordering import advance_turns, start_turns, tile_taps, unit_vectors
 
 _EXACT = jax.lax.Precision.HIGHEST
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -174,18 +174,12 @@ def grow_determinant(
             has_gain, residual / jnp.sqrt(jnp.where(has_gain, choice_gain, 1)), 0
         )
         gain = jnp.where(token_index == choice, _LOWEST, gain - jnp.square(cholesky_row))
-        # The next turn of a part comes after the turns of all other parts, of which there are at
-        # most n.
-        next_turn_of_token = turn + jnp.where(same_part & (turn < last_turn), n, 0)
-        turn = jnp.where(token_index == choice, never, next_turn_of_token)
+        turn = advance_turns(turn, part, choice)
         return (gain, cholesky.at[:, step_index].set(cholesky_row), turn), choice[:, 0]
 
-    # Turn numbers: parts begin with turns 0, 1, ... and use at most n turns each, so their turns
-    # are below n * n. Tokens of part -1 have the last turn. Chosen tokens and padding have none.
-    last_turn, never = n * n, 2 * n * n
     is_zero = jnp.all(unit_tokens == 0, axis=2)
     gain = jnp.where(is_zero, 0, 1 - weight + weight * jnp.square(relevance))
-    turn = jnp.where(is_token, jnp.where(part < 0, last_turn, part), never)
-    start = jnp.where(is_token, gain, _LOWEST), jnp.zeros((r, steps, n), jnp.float32), turn
+    no_rows = jnp.zeros((r, steps, n), jnp.float32)
+    start = jnp.where(is_token, gain, _LOWEST), no_rows, start_turns(is_token, part)
     _, order = jax.lax.scan(step, start, jnp.arange(steps))
     return order.T

@@ -51,6 +51,38 @@ def in_turns(order: Int[Array, "r n"], part: Int[Array, "r n"]) -> Int[Array, "r
     return jnp.take_along_axis(order, jnp.lexsort((part, turn), axis=1), axis=1)
 
 
+def start_turns(is_token: Bool[Array, "r n"], part: Int[Array, "r n"]) -> Int[Array, "r n"]:
+    """Returns the turn of each token before the first choice, if parts of an image take turns.
+
+    A greedy method chooses among the tokens with the smallest turn, and then calls `advance_turns`.
+
+    Args:
+        is_token: [r, n] False at padding.
+        part: [r, n] part of the image to which each token belongs, from 0. The parts take turns in
+            ascending order. Tokens of part -1 are chosen last.
+
+    Returns:
+        [r, n] int32 turns. The parts begin with turns 0, 1, ... and use at most n turns each, so
+        their turns are below n * n, which is the turn of part -1. The turn of padding is 2 n * n.
+    """
+    n = part.shape[1]
+    return jnp.where(is_token, jnp.where(part < 0, n * n, part), 2 * n * n).astype(jnp.int32)
+
+
+def advance_turns(
+    turn: Int[Array, "r n"], part: Int[Array, "r n"], choice: Int[Array, "r 1"]
+) -> Int[Array, "r n"]:
+    """Returns the turn of each token after a choice; see `start_turns`.
+
+    The next turn of the chosen token's part comes after the turns of all other parts, of which
+    there are at most n. The chosen token gets the turn of padding.
+    """
+    n = part.shape[1]
+    same_part = part == jnp.take_along_axis(part, choice, axis=1)
+    turn = turn + jnp.where(same_part & (turn < n * n), n, 0)
+    return jnp.where(jnp.arange(n) == choice, 2 * n * n, turn)
+
+
 def unit_vectors(
     tokens: Float[Array, "r n d"], valid: Bool[Array, "r n"] | None
 ) -> Float[Array, "r n d"]:

@@ -180,7 +180,7 @@ def test_families_of_images_refuse_videos_by_name(llava_model):
 def test_methods_without_a_meaning_on_videos_refuse_them_by_name(model):
     before = programs.num_compiled()
     refusing = [name for name, kind in PRUNERS.items() if not kind.reads_videos]
-    assert len(refusing) == 11
+    assert len(refusing) == 12
     for name in refusing:
         pruner = PRUNERS[name](budget=4)
         request = read_request(model, ["What?"], [[Video(frames(2))]])

@@ -13,6 +13,7 @@ from stepprune_jax.pruning import (
     FastV,
     Grid,
     HoloV,
+    MMTok,
     PruMerge,
     PyramidDrop,
     SparseVLM,
@@ -222,6 +223,9 @@ TEN = Budget("count", 10)
         (CDPruner(9, theta=1.0), "theta"),
         (CDPruner(9, relevance_weight=1.5), "relevance_weight"),
         (CDPruner(9, split_threshold=-1), "split_threshold"),
+        (MMTok(9, alpha=-1.0), "alpha"),
+        (MMTok(9, text_temperature=0.0), "text_temperature"),
+        (MMTok(9, vision_temperature=0.0), "vision_temperature"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(pruner, option):

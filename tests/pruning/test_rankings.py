@@ -11,7 +11,7 @@ from quick import quick_or_slow
 from small_world import one_shot, stepprune
 from views import select, view
 
-from stepprune_jax.pruning import CDPruner, Cls, DivPrune, Evs, Random, Ranker
+from stepprune_jax.pruning import CDPruner, Cls, DivPrune, Evs, MMTok, Random, Ranker
 from stepprune_jax.registry import PRUNERS
 from stepprune_jax.selectors import VisionSelector, VisionSelectorConfig
 
@@ -22,6 +22,7 @@ RANKERS = {
     "divprune": DivPrune,
     "cdpruner": CDPruner,
     "cdpruner in halves": functools.partial(CDPruner, split_threshold=6),
+    "mmtok": MMTok,
     "autoselect": one_shot,
     "evs": Evs,
     "autoselect with diversity": lambda: one_shot().replace(diversity=0.5),
@@ -67,7 +68,8 @@ def random_view(pruner, random, family):
     tokens[np.arange(N) >= size[:, None]] = 7  # anything
     text = random.standard_normal((ROWS, 2, 48 if pruner.config_type else 32)).astype(np.float32)
     attention = random.random((ROWS, 2, N + 1)).astype(np.float32)
-    shares = {"cls": (attention, tile), "cdpruner": (tile,)}
+    hidden = random.standard_normal((ROWS, N + 1, 24)).astype(np.float32)
+    shares = {"cls": (attention, tile), "cdpruner": (tile,), "mmtok": (hidden, tile)}
     return view(
         tokens,
         *shares.get(pruner.name, ()),

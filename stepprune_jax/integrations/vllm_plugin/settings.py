@@ -79,6 +79,8 @@ class PluginSettings:
                 f"{pruner.name} drops tokens between layers of the language model, which vLLM does "
                 "not allow: use stepprune-serve without --engine"
             )
+        if pruner.reads_words:
+            raise UserError(f"{pruner.name} reads the words of a question, and the plugin its ids")
         pruner.taps(config)  # raises if the model's tower lacks what the method reads
 
 
