@@ -157,12 +157,12 @@ def family(request, tmp_path_factory, wide_llava, wide_qwen):
     folder = tmp_path_factory.mktemp(request.param)
     policy = folder / "policy.safetensors"
     if "qwen" in request.param:
-        save_policy(stepprune(feature_width=64, text_width=64).replace(stats=None), policy)
+        save_policy(stepprune(feature_width=64, text_width=64, draw=0.0).replace(stats=None), policy)
         model = wide_qwen if request.param == "qwen2_5_vl" else wide_qwen3(folder / "model")
         sizes = [(8 * rows, 8 * columns) for rows, columns in ((2, 8), (8, 2), (4, 4), (6, 5))]
         settings = [{"pruner": "divprune", "budget": "1/3"}, {"pruner": "visionzip", "budget": 6}]
         return model, sizes, [*settings, {"policy": str(policy), "budget": 5}], "original"
-    save_policy(stepprune(text_width=64), policy)
+    save_policy(stepprune(text_width=64, draw=0.0), policy)
     if request.param == "llava":
         model, sizes = wide_llava, [(24, 24)]
     else:
