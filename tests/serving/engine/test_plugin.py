@@ -210,7 +210,11 @@ def test_answers_equal_those_of_generate(family, tmp_path):
 @pytest.mark.parametrize("budget", [16, "1/4"])
 def test_a_shipped_policy_answers_as_in_generate(tmp_path, budget):
     model = load_vlm(SHAPES_QWEN, dtype=jnp.float32, progress=False)
-    setting = {"policy": "shapes_qwen", "budget": budget}
+    policy = load_policy("shapes_qwen")
+    # Draws are seeded by the pixels, which vLLM resizes differently.
+    policy = policy.replace(config=dataclasses.replace(policy.config, draw=0.0))
+    file = save_policy(policy, tmp_path / "policy.safetensors")
+    setting = {"policy": str(file), "budget": budget}
     questions = write_questions(tmp_path, [(96, 96), (72, 96), (104, 80)], max_images=1)
     questions = [
         dataclasses.replace(question, text=f"what color is the {shape} ?")
