@@ -77,6 +77,13 @@ def split_counts(
     return sizes // np.maximum(frames, 1), np.minimum(counts, sizes)
 
 
+def cover_patches(
+    counts: Int[np.ndarray, "r"], sizes: Int[np.ndarray, "r"], frames: Int[np.ndarray, "r"]
+) -> Int[np.ndarray, "r"]:
+    """Returns the counts limited to all tokens, with at least one token a temporal patch."""
+    return np.maximum(np.minimum(counts, sizes), np.where(frames > 1, frames, 0))
+
+
 def warn_single_patch(
     name: str,
     counts: Int[np.ndarray, "r"],

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, take
 from stepprune_jax.pruning.temporal import (
     TemporalPatches,
+    cover_patches,
     find_patches,
-    split_counts,
 )
 
 _TEMPERATURE = 0.7  # of the softmax over the temporal patches
@@ -45,8 +46,7 @@ class VCast(Pruner):
             share = float(self.budget.number)
             rounded = np.array([max(1, round(share * size)) for size in sizes.tolist()])
             counts = np.where(frames > 1, rounded, counts)
-        _, counts = split_counts(counts, sizes, frames)
-        return np.maximum(counts, np.where(frames > 1, frames, 0))
+        return cover_patches(counts, sizes, frames)
 
     def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps `inputs.count` tokens of each row."""
@@ -54,7 +54,7 @@ class VCast(Pruner):
         tokens = jnp.where(inputs.valid[..., None], inputs.tokens.astype(jnp.float32), 0)
         center = _normalize(patches.means(tokens))
         weights = jax.nn.softmax(
-            jnp.where(patches.is_patch, curvature(center, patches) / _TEMPERATURE, -jnp.inf), axis=1
+            jnp.where(patches.is_patch, curvature(center, patches) / _TEMPERATURE, MASKED), axis=1
         )
         quotas = divide_budget(weights, inputs.count, patches)
         is_kept = patches.rank(-token_scores(tokens, center, patches)) < patches.spread(quotas)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, take
 from stepprune_jax.pruning.ordering import unit_vectors
 from stepprune_jax.pruning.temporal import (
     TemporalPatches,
+    cover_patches,
     find_patches,
-    split_counts,
 )
 
 # Widths of the Gaussian kernels whose sum is the similarity to a center.
@@ -52,8 +53,7 @@ class VidCom2(Pruner):
     ) -> Int[np.ndarray, "r"]:
         """Returns at least one token for each temporal patch; a share of a video rounded down."""
         counts = np.where(frames > 1, self.floor_counts(counts, sizes), counts)
-        _, counts = split_counts(counts, sizes, frames)
-        return np.maximum(counts, np.where(frames > 1, frames, 0))
+        return cover_patches(counts, sizes, frames)
 
     def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
         """Keeps `inputs.count` tokens of each row."""
@@ -111,7 +111,7 @@ def patch_quotas(
         patches: the temporal patches.
     """
     score = -patches.means(to_video[..., None])[..., 0]
-    score = jnp.where(patches.is_patch, score, -jnp.inf)
+    score = jnp.where(patches.is_patch, score, MASKED)
     probability = jax.nn.softmax((score - score.max(1, keepdims=True)) / _TEMPERATURE, axis=1)
     mean = 1 / jnp.maximum(patches.frames, 1)[:, None]
     scale = jnp.minimum(share[:, None] * (1 + probability - mean), 1)
