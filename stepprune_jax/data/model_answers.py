@@ -1,5 +1,7 @@
 """Replaces the answers of training conversations by answers of the frozen model."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,12 @@ def replace_answers(entries: Sequence[Any], answers: Mapping[tuple[int, int], st
         A list of the same length.
     """
     return [_replace(entry, index, answers) for index, entry in enumerate(entries)]
+
+
+def answers_identity(answers: Mapping[tuple[int, int], str]) -> str:
+    """Returns a hash of the answers, which does not depend on their order."""
+    text = json.dumps(sorted(answers.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _replace(entry: Any, index: int, answers: Mapping[tuple[int, int], str]) -> Any:

@@ -33,7 +33,7 @@ from stepprune_jax.data.index import (
     scan,
 )
 from stepprune_jax.data.json_files import read_json_list
-from stepprune_jax.data.model_answers import replace_answers
+from stepprune_jax.data.model_answers import answers_identity, replace_answers
 from stepprune_jax.data.source import Source
 from stepprune_jax.user_input import UserError
 
@@ -55,7 +55,7 @@ def open_corpus(
         source: the training file with its folders, and the answers that replace the file's.
         encoder: the model's encoder of conversations.
         limits: limits on the length of a row.
-        identity: hash of the training file's contents and of the answers that replace the file's.
+        identity: hash of the training file's contents.
         log: receives the lines of the report.
 
     Returns:
@@ -68,10 +68,12 @@ def open_corpus(
     """
     encoder.check()
     split_turns, skip_malformed = source.data.split_turns, source.data.unusable == "skip"
-    path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
     entries = read_json_list(source.file, "sample")
     if source.answers is not None:
         entries = replace_answers(entries, source.answers)
+        # The cached token counts depend on the answers.
+        identity = f"{identity}-{answers_identity(source.answers)}"
+    path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
     samples = Samples(source.file, entries, encoder.conversation)
     cached_index = load_index(path)
     index = cached_index or scan(samples, split_turns, skip_malformed)

@@ -346,7 +346,7 @@ def open_batches(
     Args:
         run: settings of the run.
         source: paths of the training file and its images.
-        identity: hash of the training file, and of the answers that replace its answers.
+        identity: hash of the training file.
         model: folder of the frozen model.
         local: rows of each batch that this host builds.
         say: called with each line of the report on the training file.

@@ -6,10 +6,9 @@ images and questions, but no answers. Answers are generated once, before the fir
 stored in the folder of the run, so an interrupted run continues where it stopped.
 """
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -43,6 +42,7 @@ def generate_answers(
     run: Run,
     model: VLM,
     corpus: Corpus,
+    *,
     file: Path,
     origin: JsonObject,
     should_stop: Callable[[], bool],
@@ -99,14 +99,11 @@ def generate_answers(
     return answers
 
 
-def answers_identity(answers: Mapping[tuple[int, int], str]) -> str:
-    """Returns a hash of the answers, which does not depend on their order."""
-    text = json.dumps(sorted(answers.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _answer_readable(run: Run, model: VLM, questions: Sequence[Question]) -> list[str]:
-    """Answers some questions; see `generate_answers` for images that cannot be read."""
+    """Answers some questions; see `generate_answers` for images that cannot be read.
+
+    A chunk with such an image is halved until the image is alone.
+    """
     try:
         return _answer_chunk(run, model, questions)
     except (FileNotFoundError, MemoryError, UserError) as error:
@@ -115,8 +112,9 @@ def _answer_readable(run: Run, model: VLM, questions: Sequence[Question]) -> lis
         if len(questions) == 1:
             _LOG.warning("%s; skipped", error)
             return [""]
-    # One of the images cannot be read.
-    return [_answer_readable(run, model, [question])[0] for question in questions]
+    middle = len(questions) // 2
+    halves = questions[:middle], questions[middle:]
+    return [text for half in halves for text in _answer_readable(run, model, half)]
 
 
 def _answer_chunk(run: Run, model: VLM, questions: Sequence[Question]) -> list[str]:

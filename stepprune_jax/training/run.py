@@ -36,7 +36,6 @@ from stepprune_jax.training.hooks import Hooks
 from stepprune_jax.training.model_answers import (
     ANSWERS_FILE,
     ModelAnswers,
-    answers_identity,
     generate_answers,
 )
 from stepprune_jax.training.objectives import GATE, RLOO, WARM_START
@@ -112,7 +111,12 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         model = _load_model(run, configs[0])
         if data.answers is not None:
             answers = _generate_answers(
-                run, model, batches, workdir, (model_hash, data_hash), interrupt
+                run,
+                model,
+                batches,
+                file=workdir / ANSWERS_FILE,
+                origin={"model": model_hash, "data": data_hash},
+                interrupt=interrupt,
             )
             if answers is None:
                 return _stopped_before_start(interrupt)
@@ -261,8 +265,6 @@ def _open_batches(
     """
     process_rows = local_rows(config.forward.mesh, run.batch_size)
     has_placeholders = data.answers == {}
-    if data.answers is not None:
-        data_hash = f"{data_hash}-{answers_identity(data.answers)}"
     batches = open_batches(
         run,
         source=data,
@@ -306,8 +308,9 @@ def _generate_answers(
     run: Run,
     model: VLM,
     batches: Batches,
-    workdir: Path,
-    hashes: tuple[str, str],
+    *,
+    file: Path,
+    origin: JsonObject,
     interrupt: Interrupt,
 ) -> ModelAnswers | None:
     """Generates the answers that a run with `data.answers` = "model" trains on.
@@ -316,22 +319,20 @@ def _generate_answers(
         run: settings of the run.
         model: the frozen model.
         batches: the batches of the run, with placeholders for answers.
-        workdir: folder of the run, which keeps the answers.
-        hashes: hashes of the model and of the training file.
+        file: file that stores the answers.
+        origin: hashes of the model and of the training file.
         interrupt: signals that stop the run.
 
     Returns:
         The answers; None if a signal arrived.
     """
-    model_hash, data_hash = hashes
-    origin = {"model": model_hash, "data": data_hash, "answer_tokens": run.data.answer_tokens}
     return generate_answers(
         run,
         model,
         batches.corpus,
-        workdir / ANSWERS_FILE,
-        origin,
-        lambda: distributed.any_process(interrupt.requested),
+        file=file,
+        origin=origin | {"answer_tokens": run.data.answer_tokens},
+        should_stop=lambda: distributed.any_process(interrupt.requested),
     )
 
 

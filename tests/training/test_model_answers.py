@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_run import make_run, metrics
+from tiny_run import make_run, metrics, open_tiny_batches
 
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.model_answers import PLACEHOLDER, replace_answers
@@ -136,3 +136,13 @@ def test_conversations_as_one_row_need_labels(world, tmp_path):
     run = make_run(*world, **{"data.answers": "model", "data.split_turns": False})
     with pytest.raises(UserError, match=r"config\.data\.answers"):
         train(run, tmp_path)
+
+
+def test_placeholders_do_not_enter_the_cached_token_counts_of_labels(world, tmp_path):
+    """A dry run opens the rows before the model has answered them."""
+    unlabeled = make_run(*world, **{"data.answers": "model"})
+    placeholder_targets = open_tiny_batches(unlabeled, tmp_path).corpus.lengths.targets
+    label_targets = open_tiny_batches(make_run(*world), tmp_path).corpus.lengths.targets
+    fresh_targets = open_tiny_batches(make_run(*world), tmp_path / "fresh").corpus.lengths.targets
+    assert label_targets.tolist() == fresh_targets.tolist()
+    assert placeholder_targets.tolist() != label_targets.tolist()
