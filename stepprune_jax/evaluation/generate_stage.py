@@ -317,7 +317,7 @@ class Task:
         num_questions, num_rows = len(self.questions), len(rows)
         num_missing = sum(len(row.unanswered) for row in rows)
         num_present = num_rows * num_questions - num_missing
-        present = f", of which {num_present:,} are already there" if num_present else ""
+        present = f"; {num_present:,} exist already" if num_present else ""
         distributed.say(
             f"{self.benchmark.name}: {num_rows} rows of {num_questions:,} questions are "
             f"{num_rows * num_questions:,} answers{present}; fewer with --config.eval.methods and "

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
             sequentially or by a score (`Ranker`), and the order of the row for other methods.
         grids: for each image of the prompt, rows and columns of its tokens before pruning; for a
             video, the number of its temporal patches, and rows and columns of each of them. The
-            indices of the next temporal patch follow those of the last one.
+            indices of the next temporal patch follow the indices of the patch before.
     """
 
     text: str

@@ -48,7 +48,7 @@ def check_clips(prompts: Prompts, image_tokens: Int[np.ndarray, "q j"], limit: i
 
     Args:
         prompts: the prompts.
-        image_tokens: [q, j] kept tokens of each image or video, 0 where a prompt has none.
+        image_tokens: [q, j] kept tokens of each image or video, 0 for a prompt with fewer images.
         limit: maximum number of embeddings, of text and images, of a prompt.
     """
     lengths = prompts.num_text + image_tokens.sum(1)

@@ -92,7 +92,7 @@ def video_indices(
     def flatten(values: Int[Array, "#r #k"]) -> Int[Array, "p"]:
         return jnp.broadcast_to(values, patch.shape).reshape(-1)
 
-    # Each point is arranged in a grid of its own, because the counts of patches differ.
+    # Patches differ in their counts, so each point has the grid of its patch.
     patch_grid = jnp.stack([flatten(patch_rows), flatten(columns)], axis=1)
     in_patch = flatten(point - first_point)[:, None]
     index = _indices_of_points(patch_grid, flatten(next_point - first_point), in_patch)

@@ -310,7 +310,7 @@ def test_a_run_announces_its_answers_and_their_time(config, tmp_path, caplog):
         generate_answers(one_benchmark, tmp_path)
     # The first run has compiled the programs, so the answers have times.
     first, second = [line for line in caplog.messages if line.startswith("folder: ")]
-    assert "27 answers, of which 9 are already there" in first
+    assert "27 answers; 9 exist already" in first
     assert re.match(r"folder: about \d+ s for the remaining 9 answers at the speed of", second)
     durations = [format_duration(seconds) for seconds in (0.2, 89.0, 120.0, 7200.0)]
     assert durations == ["1 s", "89 s", "2 min", "2.0 h"]

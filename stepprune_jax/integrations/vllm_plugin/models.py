@@ -49,7 +49,7 @@ from stepprune_jax.integrations.vllm_plugin.tiles import lay_out_tiles
 from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
-# Families whose answers equal those of `generate` in the tests with vLLM.
+# Families whose answers equal the answers of `generate` in the tests with vLLM.
 _TESTED_FAMILIES = ("qwen2_5_vl",)
 
 

@@ -57,7 +57,7 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
     def video_size(
         self, settings: VideoSettings, size: videos.FrameSize, num_frames: int
     ) -> videos.FrameSize:
-        # The limits of the area are those of all frames together.
+        # The limits apply to the area of all frames together.
         factor = self.config.vision.factor
         settings = videos.bound_area(settings, num_frames * self.config.max_pixels)
         size = videos.enlarge_to_patch(factor, size)
