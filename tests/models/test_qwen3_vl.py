@@ -359,6 +359,7 @@ def test_pruners_gather_and_average_deepstack_features_with_their_tokens(name):
     tokens = random.standard_normal((2, 12, E)).astype(np.float32)
     score = random.random((2, 12)).astype(np.float32)
     taps = {"visionzip": (score, tokens[..., :4]), "holov": (score,), "hiprune": (score, score)}
+    taps["mmtok"] = (tokens,)
     fields = {"grid": np.array([[3, 4], [3, 3]], np.int32), "deep": -2 * tokens}
     fields |= {"valid": np.arange(12) < np.array([[12], [9]])}
     fields |= {"text": np.ones((2, 1, E), np.float32), "text_valid": np.ones((2, 1), bool)}
