@@ -31,7 +31,7 @@ MAX_FILE_FRAMES = 1_000_000
 DEFAULT_RATE = 24.0
 
 Frame = UInt8[np.ndarray, "height width 3"]
-FramesLike = np.ndarray | Sequence[Image.Image | np.ndarray]
+FramesLike = np.ndarray | Sequence[Image.Image | np.ndarray | bytes]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ class Video:
 
     Attributes:
         source: a file (its path, or its bytes), or frames in memory: an array [n, height, width, 3]
-            of uint8, or a list of Pillow images or arrays [height, width, 3].
+            of uint8, or a list of Pillow images, of arrays [height, width, 3], or of the bytes of
+            image files, which are decoded when they are read.
         fps: for a file, the number of frames to sample per second; by default, the rate of the
             model's video processor, usually 2. For frames in memory, the rate at which they were
             recorded or sampled; all frames are used.
@@ -114,11 +115,13 @@ class VideoFrames(NamedTuple):
         return np.where(is_later, later, earlier)
 
 
-def open_video(video: Video) -> VideoFrames:
+def open_video(video: Video, max_pixels: int | None = None) -> VideoFrames:
     """Opens a video and reads the times of its frames.
 
     Args:
         video: the video.
+        max_pixels: largest frame of a file, in pixels, if it is below `MAX_FRAME_PIXELS`. The size
+            is read from the header of the file, before a frame is decoded.
 
     Returns:
         The frames, which are decoded when they are read.
@@ -129,7 +132,7 @@ def open_video(video: Video) -> VideoFrames:
         ValueError: the file is damaged or has no video, or frames have another type or size.
     """
     if video.is_file:
-        return _open_file(video)
+        return _open_file(video, max_pixels)
     return _open_frames(video)
 
 
@@ -157,14 +160,14 @@ def _open_frames(video: Video) -> VideoFrames:
     return VideoFrames(rate, np.arange(num_frames) / rate, True, read)
 
 
-def _to_array(frame: Image.Image | np.ndarray) -> Frame:
+def _to_array(frame: Image.Image | np.ndarray | bytes) -> Frame:
     """Converts a frame in memory to an array [height, width, 3] of uint8.
 
     Raises:
-        TypeError: the frame is neither a Pillow image nor an array.
+        TypeError: the frame is neither a Pillow image, nor an array, nor bytes.
         ValueError: the frame has another shape or dtype, or is too large.
     """
-    if isinstance(frame, Image.Image):
+    if isinstance(frame, Image.Image | bytes):
         frame = np.asarray(open_image(frame, as_shown=True))
     if not isinstance(frame, np.ndarray):
         raise TypeError(f"expected frames as Pillow images or arrays, got {type(frame).__name__}")
@@ -175,12 +178,30 @@ def _to_array(frame: Image.Image | np.ndarray) -> Frame:
     return frame
 
 
-def _check_size(width: int, height: int) -> None:
-    """Raises a UserError if a frame is empty or has more than `MAX_FRAME_PIXELS` pixels."""
-    if not 1 <= width * height <= MAX_FRAME_PIXELS:
-        raise UserError(
-            f"frames of {width} x {height} pixels, expected 1 to {MAX_FRAME_PIXELS:,} pixels"
-        )
+def _check_size(width: int, height: int, max_pixels: int | None = None) -> None:
+    """Raises a UserError if a frame is empty or too large, see `open_video`."""
+    limit = MAX_FRAME_PIXELS if max_pixels is None else min(max_pixels, MAX_FRAME_PIXELS)
+    if not 1 <= width * height <= limit:
+        raise UserError(f"frames of {width} x {height} pixels, expected 1 to {limit:,} pixels")
+
+
+def sample_with_limit(source: str | Path | bytes, fps: float, max_frames: int) -> Video:
+    """Returns a video file whose frames are sampled at a rate, up to a number of frames.
+
+    Args:
+        source: the path or the bytes of the file. The times of its frames are read.
+        fps: number of frames to sample per second.
+        max_frames: largest number of frames. A longer video has this number of frames, evenly
+            spaced over its entire duration.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        MissingPackageError: PyAV is not installed.
+        ValueError: the file is damaged or has no video, or a number is out of range.
+    """
+    at_rate, limited = Video(source, fps=fps), Video(source, num_frames=max_frames)
+    frames = open_video(at_rate)
+    return limited if len(frames.times) / frames.rate * fps > max_frames else at_rate
 
 
 class _Packets(NamedTuple):
@@ -195,7 +216,7 @@ class _Packets(NamedTuple):
     keyframes: Int[np.ndarray, "m"]
 
 
-def _open_file(video: Video) -> VideoFrames:
+def _open_file(video: Video, max_pixels: int | None) -> VideoFrames:
     """Opens a video file; see `open_video`."""
     name, source = video.name, video.source
     if not isinstance(source, bytes) and not Path(str(source)).is_file():
@@ -204,7 +225,7 @@ def _open_file(video: Video) -> VideoFrames:
         raise UserError(f"{name} is empty: it has 0 bytes")
     need("av", f"{name} is a video file")
     with _errors_of_file(name), _open_container(source) as container:
-        stream = _video_stream(container, name)
+        stream = _video_stream(container, name, max_pixels)
         packets = _read_packets(container, stream, name)
         time_base = float(stream.time_base)
         rate = float(stream.average_rate or stream.guessed_rate or 0)
@@ -247,7 +268,7 @@ class _errors_of_file:  # noqa: N801
             ) from error
 
 
-def _video_stream(container: Any, name: str) -> Any:
+def _video_stream(container: Any, name: str, max_pixels: int | None = None) -> Any:
     """Returns the first video stream of a file that is not a cover picture.
 
     Raises:
@@ -262,7 +283,8 @@ def _video_stream(container: Any, name: str) -> Any:
     with naming(name):
         if streams[0].codec_context is None:
             raise UserError("has a video codec that FFmpeg does not know")
-        _check_size(streams[0].codec_context.width, streams[0].codec_context.height)
+        codec = streams[0].codec_context
+        _check_size(codec.width, codec.height, max_pixels)
     return streams[0]
 
 

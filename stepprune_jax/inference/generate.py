@@ -234,7 +234,7 @@ class Generator:
                     visual_tokens=int(prefilled.visual_tokens[row]),
                     kept=int(prefilled.kept[row]),
                     kept_indices=kept_indices,
-                    grids=_list_grids(request.images, image_rows),
+                    grids=list_grids(request.images, image_rows),
                 )
             )
         if not finite.all():
@@ -273,7 +273,7 @@ def list_kept_indices(
     return tuple(kept_indices)
 
 
-def _list_grids(images: Images | None, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def list_grids(images: Images | None, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Returns `Answer.grids` of the images and videos at some rows."""
     if images is None:
         return ()

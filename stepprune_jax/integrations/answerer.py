@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +16,16 @@ from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.data.videos import Video
+from stepprune_jax.extras import need
+from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Batching
 from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator, check_run
+from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -52,6 +57,8 @@ class AnswererOptions:
             "compact".
         attention: "matmul", "xla" or "cudnn".
         seed: seed of a method that keeps random tokens.
+        min_pixels: smallest area of an image; None for the checkpoint's.
+        max_pixels: largest area of an image, and of a frame of a video; None for the checkpoint's.
     """
 
     pretrained: str | Path
@@ -66,21 +73,24 @@ class AnswererOptions:
     positions: str = "own"
     attention: str = "matmul"
     seed: int = 0
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class AskedQuestion(NamedTuple):
     """A question of another evaluation program.
 
     Attributes:
-        text: the user's message. With several images, `<image>` may mark the place of each image.
-            Without marks, the images precede the text. A single image always precedes the text.
-        images: the images of the message.
+        text: the user's message. With several images or videos, `<image>` may mark the place of
+            each of them. Without marks, they precede the text. A single one always precedes the
+            text.
+        images: the images and videos of the message.
         max_new_tokens: largest number of tokens of the answer.
         until: strings that end the answer. The answer does not include them.
     """
 
     text: str
-    images: tuple[Image.Image, ...]
+    images: tuple[Image.Image | Video, ...]
     max_new_tokens: int
     until: tuple[str, ...] = ()
 
@@ -114,7 +124,10 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
         raise UserError("method 'policy' needs a policy: set policy, or choose another method")
     method = None if settings.method == "policy" else resolve_pruner(settings.method)
     is_random = method in PRUNERS and PRUNERS[method].is_random
-    source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
+    reading = {
+        name: getattr(settings, name) for name in ("vision_folder", "min_pixels", "max_pixels")
+    }
+    source = folders.inspect_folder(settings.pretrained, **reading)
     pruner = build_pruner(
         method,
         settings.budget,
@@ -126,9 +139,7 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
     options = RunOptions(positions=settings.positions, execution=execution)
     check_run(source.config, pruner, Sampling(), options)
     mesh = None if settings.mesh == "single" else build_mesh(settings.mesh)
-    model = load_vlm(
-        settings.pretrained, mesh, jnp.dtype(dtype), vision_folder=settings.vision_folder
-    )
+    model = load_vlm(settings.pretrained, mesh, jnp.dtype(dtype), **reading)
     batch_size *= row_count(mesh_of(model.params))
     return Answerer(Generator(model, pruner, _GREEDY, options), batch_size)
 
@@ -141,9 +152,12 @@ def answer_questions(
     """Answers questions greedily.
 
     Questions with the same length limit share batches. A question with several images is answered
-    in a batch of one row. If the number of a question's `<image>` marks differs from the number of
-    its images, the marks are removed and the images precede the text. One warning counts these
-    questions.
+    in a batch of one row. A video that several questions share is read and encoded once. If the
+    number of a question's `<image>` marks differs from the number of its images, the marks are
+    removed and the images precede the text. One warning counts these questions.
+
+    A question whose video cannot be read has an empty answer, so that one damaged file does not end
+    a long evaluation. One warning counts these questions.
 
     Args:
         answerer: model and method.
@@ -154,14 +168,18 @@ def answer_questions(
         One answer per question, in the order of `questions`.
 
     Raises:
-        UserError: a length limit is below 1, or an image cannot be read.
+        FileNotFoundError: a question has a video whose file is missing. No question is answered.
+        UserError: a length limit is below 1, an image cannot be read, the model or the method does
+            not take videos, or no question about a video can be read.
     """
+    _check_videos(answerer.generator, questions)
     length_limits = sorted({question.max_new_tokens for question in questions})
     for max_new_tokens in length_limits:
         expect("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer from 1")
     questions = _remove_unusable_marks(questions)
     max_chunk_length = chunk_size(answerer.generator.model, answerer.batch_size)
     answers, num_answered = [""] * len(questions), 0
+    errors: list[UserError] = []  # of questions whose videos cannot be read
 
     def store_answers(indices: Sequence[int], texts: Sequence[str]) -> None:
         """Stores the answers to the questions with these indices, and reports the progress."""
@@ -174,20 +192,160 @@ def answer_questions(
     for max_new_tokens in length_limits:
         options = dataclasses.replace(answerer.generator.options, max_tokens=max_new_tokens)
         generator = dataclasses.replace(answerer.generator, options=options)
-        batched_indices = []
+        batched_indices, indices_of_video = [], {}
         for index, question in enumerate(questions):
             if question.max_new_tokens != max_new_tokens:
                 continue
+            first_image = question.images[0] if question.images else None
             if len(question.images) > 1:
-                request = generator.read([question.text], [question.images], as_shown=False)
-                store_answers([index], [generator.answer(request)[0].text])
+                store_answers([index], _answer_together(generator, [question], 1, errors))
+            elif isinstance(first_image, Video):
+                indices_of_video.setdefault(first_image.identity, []).append(index)
             else:
                 batched_indices.append(index)
+        for indices in _group_by_video([*indices_of_video.values()], answerer.batch_size):
+            group = [questions[index] for index in indices]
+            texts = _answer_together(generator, group, answerer.batch_size, errors)
+            store_answers(indices, texts)
         for start in range(0, len(batched_indices), max_chunk_length):
             indices = batched_indices[start : start + max_chunk_length]
             chunk = {index: _convert_question(index, questions[index]) for index in indices}
             store_answers(indices, _answer_chunk(generator, chunk, answerer.batch_size))
+    _report_unreadable(questions, errors)
     return answers
+
+
+def _check_videos(generator: Generator, questions: Sequence[AskedQuestion]) -> None:
+    """Checks that there are files of all videos, and that model and method take videos.
+
+    Raises:
+        FileNotFoundError: there is no file of a video.
+        MissingPackageError: PyAV is not installed.
+        UserError: the model or the method does not take videos.
+    """
+    videos = {
+        image.identity: image
+        for question in questions
+        for image in question.images
+        if isinstance(image, Video)
+    }
+    if not videos:
+        return
+    backbone = generator.model.backbone
+    if type(backbone).read_video is Backbone.read_video:
+        raise UserError(
+            f"{len(videos)} video(s) for {backbone.name}, which reads images only; Qwen2.5-VL and "
+            "Qwen3-VL read videos"
+        )
+    if not generator.pruner.reads_videos:
+        raise UserError(f"{generator.pruner.name} prunes images only, and no videos")
+    if any(video.is_file for video in videos.values()):
+        need("av", "questions about video files")
+    for video in videos.values():
+        if isinstance(video.source, str | Path) and not Path(video.source).is_file():
+            raise FileNotFoundError(f"no video file at {video.name}")
+
+
+def _report_unreadable(questions: Sequence[AskedQuestion], errors: Sequence[UserError]) -> None:
+    """Warns of questions whose videos cannot be read.
+
+    Args:
+        questions: all questions.
+        errors: the error of each question that has no answer.
+
+    Raises:
+        UserError: no question about a video has an answer, for example because each video has too
+            many tokens. The error is the first of `errors`.
+    """
+    if not errors:
+        return
+    num_with_video = sum(
+        any(isinstance(image, Video) for image in question.images) for question in questions
+    )
+    if len(errors) == num_with_video:
+        raise errors[0]
+    _logger.warning(
+        "%d of %d questions about videos have an empty answer, because their videos cannot be "
+        "read: %s, for example",
+        len(errors),
+        num_with_video,
+        errors[0],
+    )
+
+
+def _group_by_video(
+    indices_of_videos: Sequence[Sequence[int]], batch_size: int
+) -> Iterator[list[int]]:
+    """Groups questions into at least full batches, without dividing the questions of a video.
+
+    Args:
+        indices_of_videos: indices of the questions of each video.
+        batch_size: questions per batch.
+
+    Yields:
+        Indices of questions whose videos are in memory at the same time.
+    """
+    group: list[int] = []
+    for indices in indices_of_videos:
+        group += indices
+        if len(group) >= batch_size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _answer_together(
+    generator: Generator,
+    questions: Sequence[AskedQuestion],
+    batch_size: int,
+    errors: list[UserError],
+) -> list[str]:
+    """Answers questions whose images and videos are in memory at the same time.
+
+    Args:
+        generator: model, method, and length limit of the answers.
+        questions: the questions, with equal numbers of images.
+        batch_size: questions per batch over all devices.
+        errors: gets the error of each question whose video cannot be read.
+
+    Returns:
+        One text per question; an empty text if the video of a question cannot be read.
+    """
+    has_videos = any(
+        isinstance(image, Video) for question in questions for image in question.images
+    )
+    try:
+        request = generator.read(
+            [question.text for question in questions],
+            [question.images for question in questions],
+            as_shown=False,
+        )
+    except UserError as error:
+        if not has_videos:
+            raise
+        if len(questions) > 1:
+            return [
+                text
+                for question in questions
+                for text in _answer_together(generator, [question], 1, errors)
+            ]
+        errors.append(error)
+        return [""]
+    if request.images is not None and len(questions) > len(request.images.grid):
+        # The tower runs separately, once per distinct video.
+        taps = generator.pruner.taps(generator.model.config)
+        execution = generator.options.execution
+        images = pipeline.encode(generator.model, request.images, taps, execution)
+        request = request._replace(images=images)
+    texts = []
+    for start in range(0, len(questions), batch_size):
+        rows = slice(start, start + batch_size)
+        batch = Request(
+            request.ids[rows], request.question_ids[rows], request.images, request.image_of[rows]
+        )
+        texts += [answer.text for answer in generator.answer(batch)]
+    return texts
 
 
 def _remove_unusable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion]:

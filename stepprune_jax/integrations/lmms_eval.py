@@ -1,4 +1,4 @@
-"""Provides StepPrune as a model of lmms-eval.
+"""Provides StepPrune as a model of lmms-eval, for tasks with images, videos or text only.
 
     lmms-eval --model stepprune_jax --model_args pretrained=DIR,policy=FILE,budget=64 \
         --tasks pope --batch_size 1
@@ -6,17 +6,22 @@
 Model, policy and decoding are the same as in `eval.py`. Prompts, data and post-processing are not:
 lmms-eval has its own, and `eval.py` follows LLaVA's programs. Do not compare scores of both
 programs. Install with `pip install ".[lmms-eval]"` in a clone of the repository. lmms-eval finds
-the model through its entry points.
+the model through its entry points. Videos also need ".[video]".
 """
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from stepprune_jax.data.images import open_image
+from stepprune_jax.data.videos import Video, sample_with_limit
 from stepprune_jax.extras import install_command
 from stepprune_jax.integrations.answerer import (
     AnswererOptions,
@@ -24,7 +29,7 @@ from stepprune_jax.integrations.answerer import (
     answer_questions,
     load_answerer,
 )
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, naming
 
 try:
     from lmms_eval.api.model import lmms  # pyright: ignore[reportMissingImports]
@@ -42,10 +47,15 @@ MAX_NEW_TOKENS = 1024
 # Generation settings that the model uses or checks, and settings that greedy answers ignore.
 _USED_SETTINGS = {"max_new_tokens", "until", "temperature", "do_sample", "num_beams"}
 _IRRELEVANT_SETTINGS = {"top_p", "top_k", "use_cache"}
+# Suffixes of images that tasks name by their path. All other paths are videos.
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
+# Rate of the frames that a task has sampled, in frames per second: that of Qwen's own reader, which
+# lmms-eval's Qwen models use.
+_FRAMES_RATE = 2.0
 
 
 class StepPruneModel(lmms):
-    """A vision-language model with pruned visual tokens, for tasks with images or text only."""
+    """A vision-language model with pruned visual tokens, for tasks with images, videos or text."""
 
     is_simple = True
 
@@ -55,6 +65,9 @@ class StepPruneModel(lmms):
         batch_size: int | str = 1,
         device: str | None = None,
         max_batch_size: int | None = None,
+        max_num_frames: int = 32,
+        fps: float | None = None,
+        frames_as_video: bool = False,
         **options: Any,
     ):
         """Loads the model.
@@ -64,6 +77,13 @@ class StepPruneModel(lmms):
             batch_size: questions per batch on each device.
             device: ignored; JAX_PLATFORMS selects jax's device.
             max_batch_size: ignored.
+            max_num_frames: number of frames to sample of each video, evenly spaced, as in
+                lmms-eval's Qwen models. A shorter video is used entirely.
+            fps: number of frames to sample per second instead, up to `max_num_frames`; for frames
+                that a task has sampled, their rate.
+            frames_as_video: whether several images of a document are the frames of one video, as in
+                MVBench's `episodic_reasoning`. By default they are images, as in lmms-eval's Qwen
+                models.
             **options: further fields of `answerer.AnswererOptions`.
 
         Raises:
@@ -81,6 +101,9 @@ class StepPruneModel(lmms):
             )
         # The command line passes the number as a text. `load_answerer` refuses other texts.
         options["batch_size"] = int(batch_size) if str(batch_size).isdecimal() else batch_size
+        Video([], fps, max_num_frames)  # Checks the numbers before the model is loaded.
+        self._fps, self._max_num_frames = fps, max_num_frames
+        self._frames_as_video = frames_as_video
         self._answerer = load_answerer(AnswererOptions(pretrained=pretrained, **options))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
@@ -88,14 +111,16 @@ class StepPruneModel(lmms):
 
         Args:
             requests: lmms-eval's `Instance`s. Their arguments are the user's message, the
-                generation settings, a function that maps a document to its images, the index of the
-                document, the name of the task, and the split.
+                generation settings, a function that maps a document to its images and videos, the
+                index of the document, the name of the task, and the split.
 
         Returns:
             One answer per request, in the order of `requests`.
 
         Raises:
-            UserError: a request has a video, or needs sampling or several beams.
+            FileNotFoundError: there is no file of a video.
+            UserError: a request has a visual of an unknown type, or a video that model or method do
+                not take, or it needs sampling or several beams.
         """
         questions = [self._read_question(request) for request in requests]
         with tqdm(total=len(questions), desc=NAME, unit="answer", mininterval=1) as progress_bar:
@@ -116,23 +141,62 @@ class StepPruneModel(lmms):
             request: an `Instance`; see `generate_until`.
 
         Raises:
-            UserError: the request has a video, or needs sampling or several beams.
+            UserError: the request has a visual of an unknown type, or needs sampling or several
+                beams.
         """
         message, settings, doc_to_visual, document_id, task, split = request.args
         location = f"{task}, {split}, document {document_id}"
         visuals = doc_to_visual(self.task_dict[task][split][document_id]) or []
         visuals = [visual for visual in visuals if visual is not None]
-        if not all(isinstance(visual, Image.Image) for visual in visuals):
-            type_names = ", ".join(type(visual).__name__ for visual in visuals)
-            raise UserError(
-                f"{location}: expected images, got {len(visuals)} visual(s): {type_names}"
-            )
+        with naming(location):
+            images = self._read_visuals(visuals)
         _check_greedy(settings, location)
         until = settings.get("until") or ()
         stop_texts = (until,) if isinstance(until, str) else tuple(until)
         max_new_tokens = settings.get("max_new_tokens")
         max_new_tokens = MAX_NEW_TOKENS if max_new_tokens is None else int(max_new_tokens)
-        return AskedQuestion(message, tuple(visuals), max_new_tokens, stop_texts)
+        return AskedQuestion(message, tuple(images), max_new_tokens, stop_texts)
+
+    def _read_visuals(self, visuals: Sequence[Any]) -> list[Image.Image | Video]:
+        """Converts the visuals of a document to images and videos.
+
+        A text is the path of an image if its suffix is that of an image, and otherwise the path of
+        a video. A list of images and an array [n, height, width, 3] are the frames of a video.
+
+        Raises:
+            UserError: a visual has another type.
+        """
+        are_images = all(isinstance(visual, Image.Image) for visual in visuals)
+        if self._frames_as_video and are_images and len(visuals) > 1:
+            visuals = [visuals]
+        images = []
+        for visual in visuals:
+            if isinstance(visual, str | Path):
+                is_image = Path(visual).suffix.lower() in _IMAGE_SUFFIXES
+                images.append(open_image(visual) if is_image else self._sample_file(visual))
+            elif isinstance(visual, Image.Image):
+                images.append(visual)
+            elif isinstance(visual, list | tuple | np.ndarray) and len(visual):
+                has_too_many = len(visual) > self._max_num_frames
+                num_frames = self._max_num_frames if has_too_many else None
+                images.append(Video(visual, self._fps or _FRAMES_RATE, num_frames))
+            else:
+                type_names = ", ".join(type(visual).__name__ for visual in visuals)
+                raise UserError(
+                    "expected images, and videos as paths or frames, got "
+                    f"{len(visuals)} visual(s): {type_names}"
+                )
+        return images
+
+    def _sample_file(self, path: str | Path) -> Video:
+        """Returns a video file with the sampling of the model's arguments.
+
+        A file that is missing or damaged has any sampling: the answerer reports it.
+        """
+        if self._fps is not None:
+            with contextlib.suppress(OSError, UserError):
+                return sample_with_limit(path, self._fps, self._max_num_frames)
+        return Video(path, num_frames=self._max_num_frames)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raises a NotImplementedError: all benchmarks of the paper generate their answers."""

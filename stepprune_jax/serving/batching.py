@@ -19,7 +19,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from stepprune_jax.inference.generate import list_kept_indices
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.inference.generate import list_grids, list_kept_indices
+from stepprune_jax.inference.plan import num_padded_tokens
 from stepprune_jax.inference.request import Request
 from stepprune_jax.policy.buckets import power_of_two
 
@@ -63,15 +65,16 @@ class Metrics:
 
 
 class KeptTokens(NamedTuple):
-    """The visual tokens of one image that remain after pruning. Made by `list_kept`.
+    """The visual tokens of one image or video that remain after pruning. Made by `list_kept`.
 
     Attributes:
-        grid: rows and columns of the image's tokens before pruning.
+        grid: rows and columns of the image's tokens before pruning; for a video, the number of its
+            temporal patches, and rows and columns of each of them.
         indices: indices of the kept tokens among the tokens of the image, in the order of selection
             for a method with an order, otherwise in the order of the row; -1 for a merged token.
     """
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     indices: tuple[int, ...]
 
 
@@ -139,12 +142,23 @@ def list_kept(
     """
     kept = []
     for row, images_of_row in enumerate(request.image_of):
-        grids = () if request.images is None else request.images.grid[list(images_of_row)].tolist()
+        grids = list_grids(request.images, images_of_row)
         order_of_row = None if order is None else order[row]
         indices = list_kept_indices(index[row], image[row], order_of_row, len(images_of_row))
-        grids = [(num_rows, num_columns) for num_rows, num_columns in grids]
         kept.append(tuple(map(KeptTokens, grids, indices)))
     return kept
+
+
+def shape_key(model: VLM, request: Request) -> Hashable:
+    """Returns a key that is equal for requests with images and videos of shared programs.
+
+    Only requests with equally many images and videos share a batch, and a request with videos only
+    requests with videos of the same padded length. This bounds the number of programs, and a long
+    video does not fill the rows of short ones with padding.
+    """
+    images, num_images = request.images, len(request.image_of[0])
+    has_videos = images is not None and images.clips is not None
+    return num_images, num_padded_tokens(model, images) if has_videos else 0
 
 
 def pad_requests(requests: Sequence[T]) -> list[T]:

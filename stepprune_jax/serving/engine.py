@@ -33,6 +33,7 @@ from stepprune_jax.serving.batching import (
     TokenLogprobs,
     list_kept,
     pad_requests,
+    shape_key,
 )
 from stepprune_jax.serving.fields import RequestError
 from stepprune_jax.serving.messages import ChatRequest
@@ -65,7 +66,7 @@ def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
 
     Args:
         model: the model with its tower, its projector and its token embeddings.
-        chats: requests with the same pruner and the same number of images.
+        chats: requests with the same pruner and equal `shape_key`s.
 
     Returns:
         One row per request, in the order of `chats`.
@@ -142,10 +143,9 @@ class EngineBackend:
         self._client = httpx2.AsyncClient(
             base_url=self._address, timeout=timeout, limits=limits, trust_env=False
         )
-        # Only requests with equally many images share a batch, which bounds the number of programs.
         self.batcher = Batcher(
             self._run,
-            lambda chat: (id(chat.pruner), chat.num_images),
+            lambda chat: (id(chat.pruner), shape_key(model, chat.request)),
             max_batch=batch_size,
             max_wait=batch_seconds,
             metrics=metrics,
@@ -155,7 +155,7 @@ class EngineBackend:
         """Compiles the programs of a batch by running the batch.
 
         Args:
-            chats: requests with the same pruner and the same number of images.
+            chats: requests with the same pruner and equal `shape_key`s.
             shapes: unused; `LocalBackend` needs it.
 
         Returns:

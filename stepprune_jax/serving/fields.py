@@ -6,10 +6,12 @@ client requests. A field that is null counts as absent.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stepprune_jax.data.videos import MAX_FPS, MAX_FRAMES
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import nearest, one_line
 
@@ -68,6 +70,11 @@ def _only(*valid_values: Any, when: str = "") -> Rule:
     return is_valid, " or ".join(map(json.dumps, valid_values)) + when
 
 
+def _is_unset(value: Any) -> bool:
+    """Returns whether a value is -1, by which vLLM marks an unset number."""
+    return value == -1 and not isinstance(value, bool)
+
+
 def _is_stop(value: Any) -> bool:
     """Returns whether a value is a stop text, or a list of up to four stop texts."""
     texts = [value] if isinstance(value, str) else value
@@ -113,6 +120,7 @@ BODY: dict[str, Rule] = {
     "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
     "mean_budget": _NUMBER,
     "positions": _TEXT,
+    "media_io_kwargs": _OBJECT,
     # Fields that the server does not implement. The valid values describe what the server does.
     "n": _only(1, when=_NO_ENGINE),
     "frequency_penalty": _only(0, when=_NO_ENGINE),
@@ -175,6 +183,7 @@ PART: dict[str, Rule] = {
     "type": _TEXT,
     "text": _TEXT,
     "image_url": _ANY,
+    "video_url": _ANY,
     "cache_control": _OBJECT,
     "prompt_cache_breakpoint": _OBJECT,
 }
@@ -183,6 +192,19 @@ IMAGE_URL: dict[str, Rule] = {
     # Images always have the resolution that the model expects.
     "detail": _only("auto", "low", "high", "original"),
 }
+VIDEO_URL: dict[str, Rule] = {"url": _ANY}
+# Fields of `media_io_kwargs`, with the names of vLLM.
+MEDIA: dict[str, Rule] = {"video": _OBJECT}
+VIDEO_SAMPLING: dict[str, Rule] = {
+    "num_frames": (
+        lambda x: (is_count(x) and x <= MAX_FRAMES) or _is_unset(x),
+        f"1 to {MAX_FRAMES}, or -1 for all frames",
+    ),
+    "fps": (
+        lambda x: (is_number(x) and 0 < x <= MAX_FPS) or _is_unset(x),
+        f"a rate above 0, up to {MAX_FPS:g}, or -1 for no rate",
+    ),
+}
 
 
 def read_fields(value: Any, field_path: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
@@ -190,8 +212,8 @@ def read_fields(value: Any, field_path: str, rules: Mapping[str, Rule]) -> dict[
 
     Args:
         value: the parsed JSON value.
-        field_path: path of the object in the request, such as "messages[0]"; "" for the body. All
-            objects inside the body belong to the field `messages`.
+        field_path: path of the object in the request, such as "messages[0]"; "" for the body. Its
+            first name is the field that the object belongs to.
         rules: the fields that the object may have, with the rule of each field.
 
     Raises:
@@ -199,7 +221,7 @@ def read_fields(value: Any, field_path: str, rules: Mapping[str, Rule]) -> dict[
             The message names the field.
     """
     object_name = field_path or "the body"
-    top_field = "messages" if field_path else None
+    top_field = re.split(r"[.\[]", field_path)[0] or None
     if not isinstance(value, dict):
         raise RequestError(400, f"{object_name} is {quote(value)}, expected an object", top_field)
     fields = {name: content for name, content in value.items() if content is not None}

@@ -1,4 +1,7 @@
-"""Reads the images of a request from data URLs and, if allowed, from files inside one folder."""
+"""Reads the images of a request from data URLs and, if allowed, from files inside one folder.
+
+`videos` reads the videos of a request with the functions of this module.
+"""
 
 import base64
 import dataclasses
@@ -12,7 +15,7 @@ from urllib.parse import unquote, unquote_to_bytes
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
-from stepprune_jax.serving.fields import messages_error, quote
+from stepprune_jax.serving.fields import RequestError, messages_error, quote
 from stepprune_jax.user_input import UserError
 
 # Requests are not trusted, so only the common formats with well-tested decoders are read.
@@ -25,9 +28,9 @@ class RequestLimits:
     """Limits of a request, which are checked before the model runs.
 
     Attributes:
-        bytes: largest size of an HTTP body, and of an image file.
-        pixels: largest number of pixels of an image.
-        images: largest number of images in all messages of a request.
+        bytes: largest size of an HTTP body, and of the file of an image or a video.
+        pixels: largest number of pixels of an image, and of a frame of a video.
+        images: largest number of images and videos in all messages of a request.
         folder: folder with the files that requests may name; None allows data URLs only.
     """
 
@@ -53,26 +56,59 @@ def read_image(url: object, field_path: str, limits: RequestLimits) -> Image.Ima
     Raises:
         RequestError: the URL has another form, or the image is damaged or too large.
     """
-    scheme, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if limits.folder is not None and scheme.startswith("file://"):
-        # The name may contain commas, so it is taken from the complete URL.
-        name = str(url).removeprefix("file://")
-        content = _read_file(limits.folder, name, field_path, limits.bytes)
-        return _decode_image(content, field_path, limits.pixels)
-    if not _DATA_URL.fullmatch(scheme):
-        expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
-        raise messages_error(
-            f"{field_path} is {quote(url)}, expected {expected}; web addresses are not fetched"
-        )
+    content = read_allowed_file(url, field_path, limits)
+    if content is None:
+        scheme, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+        if not _DATA_URL.fullmatch(scheme):
+            raise url_error(url, field_path, "data:image/png;base64,...", limits)
+        content = decode_base64(unquote(data), field_path)
+    image = open_header(content, field_path, limits.pixels)
     try:
-        content = base64.b64decode(unquote(data), validate=True)
+        return open_image(image, as_shown=True)
+    except UserError as error:
+        # The error names the image by its `repr`, where the client needs the path of the field.
+        problem = str(error).removeprefix(repr(image))
+        raise messages_error(f"{field_path}{problem}") from error
+
+
+def read_allowed_file(url: object, field_path: str, limits: RequestLimits) -> bytes | None:
+    """Returns the bytes of a file of the allowed folder; None if a URL does not name a file.
+
+    Args:
+        url: value of the request's field.
+        field_path: path of the field, for error messages.
+        limits: the folder, and the limit of the file's size.
+
+    Raises:
+        RequestError: there is no such file inside the folder, or the file is too large.
+    """
+    if limits.folder is None or not isinstance(url, str) or not url.startswith("file://"):
+        return None
+    return _read_file(limits.folder, url.removeprefix("file://"), field_path, limits.bytes)
+
+
+def url_error(url: object, field_path: str, expected: str, limits: RequestLimits) -> RequestError:
+    """Returns the error for a URL that is neither a data URL nor, if allowed, the URL of a file."""
+    expected += " or file://NAME" * (limits.folder is not None)
+    return messages_error(
+        f"{field_path} is {quote(url)}, expected {expected}; web addresses are not fetched"
+    )
+
+
+def decode_base64(text: str, field_path: str) -> bytes:
+    """Decodes base64 strictly.
+
+    Raises:
+        RequestError: the text is not valid base64.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
     except ValueError as error:  # Also raised for a character that is not ASCII.
         raise messages_error(f"{field_path} is not valid base64: {error}") from error
-    return _decode_image(content, field_path, limits.pixels)
 
 
-def _decode_image(content: bytes, field_path: str, max_pixels: int) -> Image.Image:
-    """Decodes an image file from its bytes. Checks the number of pixels before decoding them.
+def open_header(content: bytes, field_path: str, max_pixels: int) -> Image.Image:
+    """Reads the header of an image file. Checks format and number of pixels without decoding.
 
     Args:
         content: bytes of a file in one of `FORMATS`.
@@ -80,10 +116,10 @@ def _decode_image(content: bytes, field_path: str, max_pixels: int) -> Image.Ima
         max_pixels: largest number of pixels.
 
     Returns:
-        The image in RGB, rotated as its EXIF orientation says.
+        The image, whose pixels are not decoded.
 
     Raises:
-        RequestError: the image is damaged, in another format, or too large.
+        RequestError: the header is damaged, the image has another format, or it is too large.
     """
     size_error = messages_error(f"{field_path} has more than {max_pixels} pixels", 413)
     try:
@@ -99,12 +135,7 @@ def _decode_image(content: bytes, field_path: str, max_pixels: int) -> Image.Ima
         raise messages_error(message) from error
     if image.width * image.height > max_pixels:
         raise size_error
-    try:
-        return open_image(image, as_shown=True)
-    except UserError as error:
-        # The error names the image by its `repr`, where the client needs the path of the field.
-        problem = str(error).removeprefix(repr(image))
-        raise messages_error(f"{field_path}{problem}") from error
+    return image
 
 
 def _read_file(folder: Path, name: str, field_path: str, max_bytes: int) -> bytes:

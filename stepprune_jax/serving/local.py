@@ -28,6 +28,7 @@ from stepprune_jax.serving.batching import (
     Metrics,
     list_kept,
     pad_requests,
+    shape_key,
 )
 from stepprune_jax.serving.fields import RequestError
 from stepprune_jax.serving.messages import ChatRequest
@@ -103,14 +104,16 @@ class LocalBackend:
     def _batch_key(self, chat: ChatRequest) -> Hashable:
         """Returns a key that is equal for requests that may share a batch.
 
-        Only requests with equally many images share a batch, which bounds the number of programs.
-        A request with a temperature has the key None and runs by itself: random numbers depend on
-        the position in the batch, and the seed of a request must reproduce its answer.
+        Only requests whose images and videos have equal `shape_key`s share a batch, which bounds
+        the number of programs. A request with a temperature has the key None and runs by itself:
+        random numbers depend on the position in the batch, and the seed of a request must reproduce
+        its answer.
         """
         if chat.sampling.temperature:
             return None
         max_tokens, positions = self._padded_max_tokens(chat), chat.options.positions
-        return id(chat.pruner), chat.sampling, positions, max_tokens, chat.num_images
+        images_key = shape_key(self._model, chat.request)
+        return id(chat.pruner), chat.sampling, positions, max_tokens, images_key
 
     def _join_batch(self, chats: Sequence[ChatRequest]) -> tuple[Generator, Request]:
         """Joins chats with equal keys to one request, padded to a power of two.

@@ -1,6 +1,6 @@
 """Parses requests of OpenAI's chat interface. Everything that enters the server is checked here.
 
-The images of a message precede its text, as in LLaVA's training data.
+The images and videos of a message precede its text, as in LLaVA's training data.
 """
 
 import dataclasses
@@ -11,16 +11,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from PIL import Image
+import numpy as np
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.data.prompts import IMAGE_MARK, IMAGE_TOKEN
 from stepprune_jax.data.special_tokens import QuotingTokenizer, as_sent
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.generate import check_run
 from stepprune_jax.inference.pipeline import place_pruner
-from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.plan import adapt_counts, check_videos
+from stepprune_jax.inference.request import ImageLike, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget, Pruner
@@ -32,12 +34,14 @@ from stepprune_jax.serving.fields import (
     IMAGE_URL,
     MESSAGE,
     PART,
+    VIDEO_URL,
     RequestError,
     messages_error,
     quote,
     read_fields,
 )
 from stepprune_jax.serving.images import RequestLimits, read_image
+from stepprune_jax.serving.videos import VideoSampling, read_sampling, read_video
 from stepprune_jax.user_input import UserError
 
 # Number of pruners to keep for later requests. Requests name few combinations of method and budget.
@@ -47,7 +51,7 @@ _CACHED_PRUNERS = 64
 _MAX_TOKEN_LENGTH = 32
 _ROLES = ("user", "assistant")
 _SYSTEM_ROLES = ("system", "developer")
-_PART_TYPES = ("text", "image_url")
+_PART_TYPES = ("text", "image_url", "video_url")
 # Fields that an engine receives as the client sent them. In the engine's format, "logprobs" is a
 # number.
 _ENGINE_FIELDS = ("seed", "stop", *(name for name in ENGINE if "logprobs" not in name))
@@ -137,7 +141,7 @@ class ChatRequest(NamedTuple):
     """A parsed and checked request.
 
     Attributes:
-        request: the tokenized prompt and its preprocessed images.
+        request: the tokenized prompt and its preprocessed images and videos.
         pruner: prunes the visual tokens.
         sampling: how the answer's tokens are sampled.
         options: the answer's length limit, and how the model is run.
@@ -146,7 +150,7 @@ class ChatRequest(NamedTuple):
         is_streamed: whether the answer is sent token by token.
         has_usage: whether a streamed answer ends with its token counts.
         has_token_ids: whether the answer includes its token ids.
-        has_kept_tokens: whether the answer includes the kept tokens of each image.
+        has_kept_tokens: whether the answer includes the kept tokens of each image and video.
         num_choices: number of answers.
         num_top_logprobs: number of most probable tokens whose log-probabilities the answer includes
             at each position; None for an answer without log-probabilities.
@@ -167,7 +171,7 @@ class ChatRequest(NamedTuple):
 
     @property
     def num_images(self) -> int:
-        """Number of images in all messages."""
+        """Number of images and videos in all messages."""
         return len(self.request.image_of[0])
 
 
@@ -225,7 +229,7 @@ class RequestParser:
         self._cached_pruner = cached_pruner
 
     def parse(self, body: bytes) -> ChatRequest:
-        """Parses and checks the body of a request, and preprocesses its images.
+        """Parses and checks the body of a request, and preprocesses its images and videos.
 
         Args:
             body: a JSON object with the fields of `fields.BODY`.
@@ -246,11 +250,16 @@ class RequestParser:
                 raise RequestError(400, f"{name} is missing", name)
         self.check_model_name(fields["model"])
         pruner, sampling, options = self._read_settings(fields)
-        system_prompt, turns, images = self._read_messages(fields["messages"])
+        sampling_of_videos = read_sampling(fields)
+        system_prompt, turns, images = self._read_messages(fields["messages"], sampling_of_videos)
         try:
             request = read_request(self._quoting_model, [turns], [images], system=system_prompt)
         except UserError as error:
             raise messages_error(as_sent(str(error))) from error
+        try:
+            check_videos(pruner, request.images)
+        except UserError as error:
+            raise RequestError(400, str(error), "pruner") from error
         self._check_prompt_length(request, pruner)
         stop_field, num_top_logprobs = fields.get("stop", ()), _read_logprobs(fields)
         engine_fields = {name: fields[name] for name in _ENGINE_FIELDS if name in fields}
@@ -338,30 +347,41 @@ class RequestParser:
         Raises:
             RequestError: the prompt might exceed the context limit.
         """
-        limit, max_visual = self.model.backbone.CONTEXT_LIMIT, 0
-        sizes = () if request.images is None else request.images.sizes
-        for image_index in request.image_of[0]:
-            max_visual += pruner.schedule(self.model.config, int(sizes[image_index])).bound
-        num_text = len(request.ids[0]) - len(request.image_of[0])  # Each image has one id.
+        limit, max_visual, hint = self.model.backbone.CONTEXT_LIMIT, 0, ""
+        if request.images is not None:
+            rows = np.array(request.image_of[0], int)
+            bounds = np.array(
+                [
+                    pruner.schedule(self.model.config, size).bound
+                    for size in request.images.sizes[rows].tolist()
+                ]
+            )
+            if pruner.budget.is_exact:
+                bounds = adapt_counts(pruner, request.images, rows, bounds)
+            max_visual = int(bounds.sum())
+            if request.images.clips is not None:
+                hint = "; sample fewer frames (media_io_kwargs) or keep fewer tokens (budget)"
+        num_text = sum(token != IMAGE_TOKEN for token in request.ids[0])
         if num_text + max_visual > limit:
             raise messages_error(
                 f"messages have {num_text} text tokens and up to {max_visual} visual tokens, "
-                f"expected at most {limit} together"
+                f"expected at most {limit} together{hint}"
             )
 
     def _read_messages(
-        self, messages: list[Any]
-    ) -> tuple[str | None, list[str], list[Image.Image]]:
+        self, messages: list[Any], sampling: VideoSampling
+    ) -> tuple[str | None, list[str], list[ImageLike]]:
         """Reads the messages of a conversation: system messages, then user and assistant in turn.
 
         Args:
             messages: value of the field `messages`.
+            sampling: how the frames of videos are sampled.
 
         Returns:
-            The system prompt or None, the text of each turn, and the images of all turns. Special
-            tokens in texts are quoted. If a turn after the first turn has images, all texts include
-            an <image> mark for each image. Otherwise texts have no marks, and `read_request` puts
-            them in front of the first text.
+            The system prompt or None, the text of each turn, and the images and videos of all
+            turns. Special tokens in texts are quoted. If a turn after the first turn has images,
+            all texts include an <image> mark for each image and video. Otherwise texts have no
+            marks, and `read_request` puts them in front of the first text.
 
         Raises:
             RequestError: roles do not alternate, or a message has an invalid part.
@@ -378,9 +398,12 @@ class RequestParser:
                     f"{field_path}.role is {quote(role)}, expected {expected_role!r}: user and "
                     "assistant alternate after the system messages"
                 )
-            max_images = self.limits.images - len(images)
             text, message_images = self._read_content(
-                fields.get("content"), field_path, is_user=role == "user", max_images=max_images
+                fields.get("content"),
+                field_path,
+                is_user=role == "user",
+                max_images=self.limits.images - len(images),
+                sampling=sampling,
             )
             images += message_images
             num_characters += len(text)
@@ -408,18 +431,27 @@ class RequestParser:
         return system_prompt, turns, images
 
     def _read_content(
-        self, content: Any, field_path: str, *, is_user: bool, max_images: int
-    ) -> tuple[str, list[Image.Image]]:
+        self,
+        content: Any,
+        field_path: str,
+        *,
+        is_user: bool,
+        max_images: int,
+        sampling: VideoSampling,
+    ) -> tuple[str, list[ImageLike]]:
         """Reads the content of one message.
 
         Args:
-            content: a text, or a list of text parts and image_url parts; None if it is missing.
+            content: a text, or a list of parts of type text, image_url and video_url; None if it is
+                missing.
             field_path: path of the message, such as "messages[0]", for error messages.
-            is_user: whether a user wrote the message. Only users may send images.
-            max_images: largest number of images in this message.
+            is_user: whether a user wrote the message. Only users may send images and videos.
+            max_images: largest number of images and videos in this message.
+            sampling: how the frames of videos are sampled.
 
         Returns:
-            The texts of all parts, joined by newlines, and the decoded images.
+            The texts of all parts, joined by newlines; and the decoded images and the videos, in
+            the order of their parts.
 
         Raises:
             RequestError: a part is invalid, or there are too many images.
@@ -427,32 +459,59 @@ class RequestParser:
         if content is None:
             raise messages_error(f"{field_path}.content is missing")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        texts, images = [], []
+        texts: list[str] = []
+        images: list[ImageLike] = []
         for part_index, part in enumerate(parts):
             part_path = f"{field_path}.content[{part_index}]"
             part_type = part.get("type") if isinstance(part, dict) else None
             # The type is checked before the fields, because parts of an unsupported type, such as
-            # videos, have unknown fields.
+            # audio, have unknown fields.
             if part_type not in (None, *_PART_TYPES):
-                message = f"{part_path}.type is {quote(part_type)}, expected 'text' or 'image_url'"
+                expected = "'text', 'image_url' or 'video_url'"
+                message = f"{part_path}.type is {quote(part_type)}, expected {expected}"
                 raise messages_error(message)
             fields = read_fields(part, part_path, PART)
-            if part_type == "image_url" and is_user:
-                image_path = f"{part_path}.image_url"
+            if part_type in ("image_url", "video_url") and is_user:
+                image_path = f"{part_path}.{part_type}"
                 if len(images) == max_images:
                     limit = self.limits.images
                     raise messages_error(
-                        f"{image_path} is image {limit + 1}, expected at most {limit} images in "
-                        "all messages"
+                        f"{image_path} is image {limit + 1}, expected at most {limit} images "
+                        "and videos in all messages"
                     )
-                url = read_fields(fields.get("image_url"), image_path, IMAGE_URL).get("url")
-                images.append(read_image(url, f"{image_path}.url", self.limits))
+                images.append(self._read_image(part_type, fields, image_path, sampling))
             elif fields.get("type") == "text" and "text" in fields:
                 texts.append(fields["text"])
             else:
-                expected = "a text part, or an image_url part of a user message"
+                expected = "a text part, or an image_url or video_url part of a user message"
                 raise messages_error(f"{part_path} is {quote(fields)}, expected {expected}")
         return "\n".join(texts), images
+
+    def _read_image(
+        self, part_type: str, fields: dict[str, Any], field_path: str, sampling: VideoSampling
+    ) -> ImageLike:
+        """Reads the image or the video of a part.
+
+        Args:
+            part_type: "image_url" or "video_url".
+            fields: fields of the part.
+            field_path: path of the part's image or video, for error messages.
+            sampling: how the frames of videos are sampled.
+
+        Raises:
+            RequestError: the part is invalid, or the model reads no videos.
+        """
+        rules = IMAGE_URL if part_type == "image_url" else VIDEO_URL
+        url = read_fields(fields.get(part_type), field_path, rules).get("url")
+        if part_type == "image_url":
+            return read_image(url, f"{field_path}.url", self.limits)
+        backbone = self.model.backbone
+        if type(backbone).read_video is Backbone.read_video:
+            raise messages_error(
+                f"{field_path} is a video, and {backbone.name} reads images only; Qwen2.5-VL and "
+                "Qwen3-VL read videos"
+            )
+        return read_video(url, f"{field_path}.url", sampling, self.limits)
 
 
 def _read_logprobs(fields: Mapping[str, Any]) -> int | None:
