@@ -125,7 +125,7 @@ test-lmms-eval: env $(LMMS_EVAL_VENV)/.installed
 $(LMMS_EVAL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
-	$(@D)/bin/pip install --quiet -c constraints.txt torch -e ".[vlm]"
+	$(@D)/bin/pip install --quiet -c constraints.txt torch -e ".[vlm,video]"
 	$(@D)/bin/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(@D)/bin/pip install --quiet loguru pytz datasets accelerate evaluate pytablewriter sacrebleu \
 	  jinja2 pyyaml tenacity httpx openai python-dotenv "filelock<4"

@@ -185,7 +185,7 @@ def _check_size(width: int, height: int, max_pixels: int | None = None) -> None:
         raise UserError(f"frames of {width} x {height} pixels, expected 1 to {limit:,} pixels")
 
 
-def sample_with_limit(source: str | Path | bytes, fps: float, max_frames: int) -> Video:
+def sample_with_limit(source: str | Path | bytes, fps: float | int, max_frames: int) -> Video:
     """Returns a video file whose frames are sampled at a rate, up to a number of frames.
 
     Args:

@@ -66,7 +66,7 @@ class StepPruneModel(lmms):
         device: str | None = None,
         max_batch_size: int | None = None,
         max_num_frames: int = 32,
-        fps: float | None = None,
+        fps: float | int | None = None,
         frames_as_video: bool = False,
         **options: Any,
     ):

@@ -38,7 +38,7 @@ class VideoSampling(NamedTuple):
     """
 
     num_frames: int | None = None
-    fps: float | None = None
+    fps: float | int | None = None
     reads_all: bool = False
 
 

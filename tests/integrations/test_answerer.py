@@ -1,16 +1,20 @@
 """Answers to another program's questions, without that program."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
 from small_world import stepprune
+from tiny_qwen import tiny_qwen3
+from video_clips import make_clip
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
+from stepprune_jax.data.videos import Video
 from stepprune_jax.inference import Generator, RunOptions, Sampling, encode, generate
 from stepprune_jax.inference.dataset import Answers
 from stepprune_jax.integrations import answerer as module
@@ -21,6 +25,7 @@ from stepprune_jax.integrations.answerer import (
     cut_at,
     load_answerer,
 )
+from stepprune_jax.registry import build_pruner
 
 QUESTIONS = ("What is this?", "two dog", "is the picture red", "yes or no")
 
@@ -244,3 +249,62 @@ def test_an_empty_answer_is_refused(llava_folder):
     answerer = module.Answerer(Generator(load_vlm(llava_folder, progress=False)), 1)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         answer_questions(answerer, [AskedQuestion("?", None, 0)])
+
+
+CLIP = make_clip(6, 2, 40, 32)
+
+
+@pytest.fixture(scope="module")
+def qwen_answerer(tmp_path_factory):
+    folder = tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+    settings = {"size": {"shortest_edge": 512, "longest_edge": 8192}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    options = {"method": "vidcom2", "budget": "1/2", "dtype": "float32", "batch_size": 2}
+    return load_answerer(AnswererOptions(pretrained=folder, **options))
+
+
+def test_questions_about_videos_are_answered_as_by_generate(qwen_answerer, tmp_path, caplog):
+    """Two questions share a video. A truncated video has no answer, and no other question fails."""
+    path, truncated = tmp_path / "film.mp4", tmp_path / "cut.mp4"
+    path.write_bytes(CLIP)
+    truncated.write_bytes(CLIP[:-400])
+    film = Video(str(path), num_frames=4)
+    image, frames = images()[0][0], Video(np.zeros((2, 32, 40, 3), np.uint8), 2)
+    media = [(film,), (image,), (film,), (Video(truncated),), (frames, image)]
+    texts = ["<image> What?", "two", "And now?", "What?", "a <image> b <image>"]
+    questions = [AskedQuestion(text, items, 3) for text, items in zip(texts, media, strict=True)]
+    done = []
+    answers = answer_questions(qwen_answerer, questions, done.append)
+    assert done[-1] == 5 and answers[3] == ""
+    assert "1 of 4 questions about videos have an empty answer" in caplog.text
+    assert "cut.mp4 is damaged" in caplog.text
+    generator = qwen_answerer.generator
+    for index in (0, 1, 2, 4):
+        (expected,) = generate(
+            generator.model,
+            [texts[index].removeprefix("<image> ")],
+            [media[index]],
+            generator.pruner,
+            options=RunOptions(3),
+        )
+        assert answers[index] == expected.text.strip()
+    with pytest.raises(ValueError, match=r"cut\.mp4 is damaged"):
+        answer_questions(qwen_answerer, [questions[3]])
+
+
+def test_what_no_video_can_pass_is_refused_before_any_answer(
+    qwen_answerer, answerer, ids_read, monkeypatch
+):
+    questions = [AskedQuestion("?", (), 1), AskedQuestion("?", (Video(b"film"),), 1)]
+    with pytest.raises(ValueError, match=r"1 video\(s\) for llava, which reads images only"):
+        answer_questions(answerer, questions)
+    holov = dataclasses.replace(qwen_answerer.generator, pruner=build_pruner("holov", 4))
+    with pytest.raises(ValueError, match="holov prunes images only, and no videos"):
+        answer_questions(module.Answerer(holov, 1), questions)
+    missing = [*questions, AskedQuestion("?", (Video("nowhere.mp4"),), 1)]
+    with pytest.raises(FileNotFoundError, match=r"no video file at nowhere\.mp4"):
+        answer_questions(qwen_answerer, missing)
+    monkeypatch.setattr("stepprune_jax.extras.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"pip install .*\[video\]"):
+        answer_questions(qwen_answerer, questions)
+    assert not ids_read

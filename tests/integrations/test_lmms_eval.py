@@ -6,12 +6,15 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from interfaces import signature_of
 from lmms_eval_stub import RECORD, Instance, integration
 from packaging.requirements import Requirement
 from PIL import Image
+from video_clips import make_clip
 
+from stepprune_jax.data.videos import Video
 from stepprune_jax.integrations.answerer import AnswererOptions, AskedQuestion
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +109,8 @@ def test_the_page_lists_every_argument_of_a_model():
     ).groups()
     listed = [pair.partition("=")[0] for pair in example.split(",")]
     listed += re.findall(r"`(\w+)`", more_names)
-    assert {*listed, "batch_size"} == {field.name for field in fields(AnswererOptions)}
+    own_names = {"max_num_frames", "fps", "frames_as_video"}
+    assert {*listed, "batch_size"} == own_names | {field.name for field in fields(AnswererOptions)}
 
 
 def test_requests_are_questions_in_their_order(model, questions):
@@ -137,9 +141,68 @@ def test_settings_without_effect_are_named(model, questions):
         model.generate_until([request(1, settings=GREEDY | {"image_aspect_ratio": "original"})])
 
 
-def test_videos_are_refused(model, questions):
-    with pytest.raises(ValueError, match=r"document 0: expected images, got 1 visual.*: str"):
-        model.generate_until([request(0, visuals=lambda document: ["film.mp4"])])
+def read_visuals(module, monkeypatch, *visuals, **arguments):
+    """Returns the images and videos that a model reads of the visuals of a document."""
+    recorded = []
+    monkeypatch.setattr(module, "load_answerer", lambda options: options)
+    monkeypatch.setattr(
+        module, "answer_questions", lambda _, asked, report: recorded.extend(asked) or [""]
+    )
+    model = module.StepPruneModel("shapes", **arguments)
+    model.task_dict["shapes"] = {"test": DOCUMENTS}
+    model.generate_until([request(0, visuals=lambda document: list(visuals))])
+    return recorded[0].images
+
+
+ARRAY = np.zeros((5, 8, 6, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("visuals", "arguments", "sampling"),
+    [
+        (["/v/film.mp4"], {}, [("/v/film.mp4", None, 32)]),
+        (["film.MKV", IMAGES[0]], {"max_num_frames": 8}, [("film.MKV", None, 8), None]),
+        ([ARRAY], {}, [(ARRAY, 2.0, None)]),
+        ([ARRAY, IMAGES], {"fps": 3, "max_num_frames": 2}, [(ARRAY, 3, 2), (IMAGES, 3, None)]),
+        (IMAGES, {}, [None, None]),
+        (IMAGES, {"frames_as_video": True, "fps": 0.5}, [(IMAGES, 0.5, None)]),
+        (IMAGES[:1], {"frames_as_video": True}, [None]),
+        (["missing.mp4"], {"fps": 1}, [("missing.mp4", None, 32)]),
+    ],
+    ids=str,
+)
+def test_visuals_are_images_or_videos(module, monkeypatch, visuals, arguments, sampling):
+    images = read_visuals(module, monkeypatch, *visuals, **arguments)
+    expected = [None if x is None else (*map(type, x[:1]), *x[1:]) for x in sampling]
+    read = [
+        (type(image.source), image.fps, image.num_frames) if isinstance(image, Video) else None
+        for image in images
+    ]
+    assert read == expected
+    for image, values in zip(images, sampling, strict=True):
+        assert values is None or np.array_equal(image.source, values[0])
+
+
+def test_a_rate_samples_at_most_the_largest_number_of_frames(module, monkeypatch, tmp_path):
+    pytest.importorskip("av")
+    path = tmp_path / "film.mp4"
+    path.write_bytes(make_clip(20, 10))  # two seconds
+    for fps, sampling in ((1.5, (1.5, None)), (9, (None, 4))):
+        arguments = {"fps": fps, "max_num_frames": 4}
+        (video,) = read_visuals(module, monkeypatch, str(path), **arguments)
+        assert (video.fps, video.num_frames) == sampling
+
+
+def test_image_files_are_images_and_other_visuals_are_refused(module, monkeypatch, tmp_path):
+    IMAGES[0].save(tmp_path / "a.png")
+    (image,) = read_visuals(module, monkeypatch, str(tmp_path / "a.png"))
+    assert image.size == (8, 8)
+    with pytest.raises(ValueError, match=r"document 0: expected images, and videos .*: dict"):
+        read_visuals(module, monkeypatch, {"array": [0.5], "sampling_rate": 16000})
+    with pytest.raises(ValueError, match="fps is 0, expected a rate above 0"):
+        read_visuals(module, monkeypatch, fps=0)
+    with pytest.raises(ValueError, match="num_frames is 1000, expected 1 to 768"):
+        read_visuals(module, monkeypatch, max_num_frames=1000)
 
 
 def test_other_kinds_of_tasks_are_refused(model):
