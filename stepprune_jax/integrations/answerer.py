@@ -172,10 +172,10 @@ def answer_questions(
         UserError: a length limit is below 1, an image cannot be read, the model or the method does
             not take videos, or no question about a video can be read.
     """
-    _check_videos(answerer.generator, questions)
     length_limits = sorted({question.max_new_tokens for question in questions})
     for max_new_tokens in length_limits:
         expect("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer from 1")
+    _check_videos(answerer.generator, questions)
     questions = _remove_unusable_marks(questions)
     max_chunk_length = chunk_size(answerer.generator.model, answerer.batch_size)
     answers, num_answered = [""] * len(questions), 0

@@ -49,8 +49,8 @@ _USED_SETTINGS = {"max_new_tokens", "until", "temperature", "do_sample", "num_be
 _IRRELEVANT_SETTINGS = {"top_p", "top_k", "use_cache"}
 # Suffixes of images that tasks name by their path. All other paths are videos.
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
-# Rate of the frames that a task has sampled, in frames per second: that of Qwen's own reader, which
-# lmms-eval's Qwen models use.
+# Rate in frames per second of frames that a task has sampled. Qwen's own reader, which the Qwen
+# models of lmms-eval use, assumes the same rate.
 _FRAMES_RATE = 2.0
 
 
@@ -160,8 +160,7 @@ class StepPruneModel(lmms):
     def _read_visuals(self, visuals: Sequence[Any]) -> list[Image.Image | Video]:
         """Converts the visuals of a document to images and videos.
 
-        A text is the path of an image if its suffix is that of an image, and otherwise the path of
-        a video. A list of images and an array [n, height, width, 3] are the frames of a video.
+        A path with a suffix of `_IMAGE_SUFFIXES` is an image, and any other path a video. A list of images and an array [n, height, width, 3] are the frames of a video.
 
         Raises:
             UserError: a visual has another type.

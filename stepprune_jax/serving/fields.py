@@ -71,7 +71,7 @@ def _only(*valid_values: Any, when: str = "") -> Rule:
 
 
 def _is_unset(value: Any) -> bool:
-    """Returns whether a value is -1, by which vLLM marks an unset number."""
+    """Returns whether a value is -1. In vLLM's interface, -1 is an unset number."""
     return value == -1 and not isinstance(value, bool)
 
 

@@ -28,7 +28,7 @@ _FRAMES_RATE = 1.0
 
 
 class VideoSampling(NamedTuple):
-    """How the frames of all videos of a request are sampled. Made by `read_sampling`.
+    """Sampling of the frames of all videos of a request. Made by `read_sampling`.
 
     Attributes:
         num_frames: number of frames; None for no limit but the library's.

@@ -61,10 +61,11 @@ def _build_parser() -> Parser:
     add = parser.add_argument_group("limits").add_argument
     help_text = "largest number of requests at a time; further requests get status 429"
     add("--queue", type=integer_from(1), default=128, help=help_text)
-    help_text = "largest size of a request, and of an image file"
+    help_text = "largest size of a request, and of the file of an image or a video"
     add("--max_megabytes", type=integer_from(1), default=16, help=help_text)
-    add("--max_megapixels", type=integer_from(1), default=50, help="largest size of an image")
-    help_text = "largest number of images in a request"
+    help_text = "largest size of an image, and of a frame of a video"
+    add("--max_megapixels", type=integer_from(1), default=50, help=help_text)
+    help_text = "largest number of images and videos in a request"
     add("--max_images", type=integer_from(1), default=8, help=help_text)
     help_text = "requests may name files inside this folder as file://NAME"
     add("--image_folder", type=local_path, help=help_text)
