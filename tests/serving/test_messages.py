@@ -321,7 +321,7 @@ def test_system_messages_replace_the_system_prompt_of_the_template(
         ("\ud800", 400, "not UTF-8 text"),
         ("a" * 70_000, 413, "messages[0] brings the text to 70000 characters"),
         ("red " * 3000, 400, "expected at most 2048 together"),
-        (user_message("?", noise(1))["content"], 400, "an image_url part of a user message"),
+        (user_message("?", noise(1))["content"], 400, "an image_url or video_url part of"),
         (None, 400, "messages[0].content is missing"),
     ],
     ids=lambda value: str(value)[:20],
