@@ -8,7 +8,7 @@ from page_code import problems
 from pages import EXAMPLES, HOSTS, NOTEBOOKS, PAGES, ROOT, blocks, cells, prose, shown
 
 SLOW = {".ipynb", ".py"}  # suffixes of files that take a minute each
-SLOW_PAGES = {"composing.md", "hosts.md"}  # each compiles 200 programs
+SLOW_PAGES = {"composing.md", "hosts.md", "troubleshooting.md"}  # each compiles 100 programs
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 

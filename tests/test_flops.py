@@ -120,8 +120,9 @@ def traced_choice(config, limits, num_tokens=40):
 WIDTHS = {"feature_width": 24, "text_width": 12, "width": 16, "num_heads": 4, "max_steps": 16}
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned"), (3, "hazard")])
+@pytest.mark.parametrize(
+    ("layers", "stop", "group"), [(1, "hazard", 1), (2, "aligned", 4), (3, "hazard", 4)]
+)
 def test_the_policys_formula_equals_the_traced_count(layers, stop, group):
     config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers, stop=stop, group=group)
     learned_stop = policy_flops(config, 40, 5, 15, exact=False)

@@ -57,7 +57,7 @@ def test_flags_offer_the_values_of_the_library():
 
 # Starts `stepprune-table` with another command, or with another import system.
 START = """
-import hashlib, signal, sys, time, types
+import gc, hashlib, signal, sys, time, types
 from stepprune_jax import extras
 from stepprune_jax.cli.command_line import exit_with
 
@@ -73,6 +73,19 @@ def wait_in_a_destructor():
     destroyed = type("Destroyed", (), {"__del__": wait_in_python})()
     del destroyed
     time.sleep(600)
+
+def wait_in_the_garbage_collector():
+    def _xla_gc_callback(*_):  # the name of jax's callback
+        gc.callbacks.remove(_xla_gc_callback)
+        print("ready", flush=True)
+        time.sleep(1)
+    gc.callbacks.append(_xla_gc_callback)
+    gc.collect()
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("reacted", flush=True)
+        raise
 
 class SlowImport:
     @staticmethod
@@ -109,6 +122,20 @@ def test_an_interrupt_ends_a_command_in_one_line(wait):
             process.kill()
     assert errors == "stepprune-table: interrupted\n"
     assert process.returncode == 130
+
+
+def test_an_interrupt_during_garbage_collection_is_raised_after_it():
+    """Python drops errors of callbacks, so the command would continue."""
+    code = f"{START}\nreplace_command(wait_in_the_garbage_collector)\nextras.table()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=LONGEST)
+        finally:
+            process.kill()
+    assert output == "reacted\n" and errors == "stepprune-table: interrupted\n"
 
 
 def test_a_background_job_that_ignores_interrupts_still_ignores_them():

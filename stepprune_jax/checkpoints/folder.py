@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 
 # `transformers` reads weights from the file that this field names; only null is supported here.
 _WEIGHTS_RULE = FieldRule("transformers_weights", None, lambda x: None, "null", optional=True)
+
+# Without this variable, `transformers` recommends torch, which its tokenizers do not need.
+_NO_ADVICE = ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 _LOG = logging.getLogger(__name__)
 
@@ -247,6 +251,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         MissingPackageError: reading ``tokenizer.model`` needs a package that is not installed.
         ValueError: the tokenizer's files are damaged.
     """
+    os.environ.setdefault(*_NO_ADVICE)
     import transformers  # takes half a second to import
 
     folder = Path(folder)
@@ -295,6 +300,7 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         MissingPackageError: a package that reads SentencePiece models is not installed.
     """
+    os.environ.setdefault(*_NO_ADVICE)
     import tokenizers
     import transformers
 

@@ -84,6 +84,7 @@ class Parser(argparse.ArgumentParser):
         """
         if module_docstring is not None:
             keywords["description"] = module_docstring.partition("\n")[0]
+        self._arguments: list[str] = []
         super().__init__(*args, **{"formatter_class": _Help} | keywords)
         if compiles:
             folder = user_folder() or "no folder"
@@ -98,6 +99,7 @@ class Parser(argparse.ArgumentParser):
         A flag may be written with dashes, such as --max-tokens for --max_tokens.
         """
         arguments = self._normalize(sys.argv[1:] if args is None else args)
+        self._arguments = arguments  # `error` looks for a misspelled flag.
         flags, unparsed = super().parse_known_args(arguments, namespace)
         # `cli.start` parses the flags before jax is imported, and the command parses them again.
         if not getattr(flags, "no_compile_cache", True) and "jax" in sys.modules:
@@ -117,11 +119,23 @@ class Parser(argparse.ArgumentParser):
         return normalized
 
     def error(self, message: str) -> NoReturn:
-        """Prints an error message in one line, without the usage, and exits with status 2."""
+        """Prints an error message in one line, without the usage, and exits with status 2.
+
+        The message asks about a misspelled flag, whose value would otherwise be reported missing.
+        """
         # argparse calls this method inside an `except` block. If the output pipe was closed
         # (`| head`), the BrokenPipeError is raised again for `one_line_errors`.
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             raise
+        if "Did you mean" not in message:
+            names = (argument.partition("=")[0] for argument in self._arguments)
+            known_flags = self._option_string_actions
+            questions = (
+                nearest(name, known_flags)
+                for name in names
+                if name.startswith("--") and name not in known_flags
+            )
+            message += next(filter(None, questions), "")
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 

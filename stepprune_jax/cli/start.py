@@ -18,8 +18,12 @@ from stepprune_jax.cli.compile_notice import announcing_compiles
 # instructions, so a call of a compiler may delay the reaction by minutes.
 _REACTION_SECONDS = 1.0
 # Seconds until a command must have ended after Ctrl-C. Python drops a KeyboardInterrupt that is
-# raised in a destructor or in a callback of a library, and the command would continue.
+# raised in a destructor, and the command would continue.
 _END_SECONDS = 5.0
+# jax's callback of the garbage collector. Python prints and drops an error of this callback.
+_GC_CALLBACK = "_xla_gc_callback"
+# Seconds after which an interrupt of this callback is raised again.
+_RETRY_SECONDS = 0.05
 
 
 def start(name: str) -> None:
@@ -60,6 +64,11 @@ def ending_on_interrupt(name: str) -> Iterator[None]:
 
     def raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
         is_raised.set()
+        if _is_in_gc_callback(frame):
+            retry = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+            retry.daemon = True  # Must not delay the end of the process.
+            retry.start()
+            return
         raise KeyboardInterrupt
 
     def watch(signals: socket.socket) -> None:
@@ -85,6 +94,15 @@ def ending_on_interrupt(name: str) -> Iterator[None]:
         signal.set_wakeup_fd(previous_fd)
         signal.signal(signal.SIGINT, previous_handler)
         writer.close()  # Ends the thread.
+
+
+def _is_in_gc_callback(frame: FrameType | None) -> bool:
+    """Returns whether a frame is that of jax's callback of the garbage collector, or below it."""
+    while frame is not None:
+        if frame.f_code.co_name == _GC_CALLBACK:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end(name: str) -> NoReturn:

@@ -51,6 +51,11 @@ _CATEGORY_PARTS = {
 _CATEGORY_FIGURES = {"pope": "f1", "mme": "score"}
 
 
+# Questions of a benchmark below which the report warns of its errors. The normal approximation and
+# the bootstrap need both right and wrong answers in sufficient numbers.
+_FEW_QUESTIONS = 100
+
+
 class Section(NamedTuple):
     """A titled table of cells, ready to be printed as Markdown or HTML.
 
@@ -287,7 +292,8 @@ def notes(table: BenchmarkTable) -> list[str]:
     rows_by_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
         for benchmark, score in row.scores.items():
-            messages = (*score["warnings"], score["problem"], _stop_warning(score))
+            stop_warnings = (_stop_warning(score), _mean_budget_warning(score))
+            messages = (*score["warnings"], score["problem"], *stop_warnings)
             for message in filter(None, messages):
                 note = f"{BENCHMARKS[benchmark].title}: {message}"
                 rows_by_note.setdefault(note, []).append(f"{row.method} {row.mode}")
@@ -305,6 +311,16 @@ def notes(table: BenchmarkTable) -> list[str]:
 def _table_notes(table: BenchmarkTable) -> list[str]:
     """Returns the notes that concern the table in general, not certain rows."""
     lines = []
+    num_questions = {
+        name: max(row.scores[name]["answered"] for row in table.rows if name in row.scores)
+        for name in table.benchmarks
+    }
+    for name, count in num_questions.items():
+        if count < _FEW_QUESTIONS:
+            lines.append(
+                f"{BENCHMARKS[name].title} has {count} questions: standard errors and intervals "
+                f"are unreliable below {_FEW_QUESTIONS}, and are 0 if all answers agree"
+            )
     if _has_hard_scores(table):
         lines.append(
             "hard questions are right with all tokens, and wrong if downsampled to as many"
@@ -341,6 +357,19 @@ def _stop_warning(score: Score) -> str:
         at_cap=score.get("at_cap", 0.0),
     )
     return counts.finding
+
+
+def _mean_budget_warning(score: Score) -> str:
+    """Returns a warning if a learned stop misses the mean budget of its row by more than a tenth.
+
+    The stop was calibrated on other questions, or on few. Other scores give "".
+    """
+    budget, mean_kept = score["budget"], score["mean_k"]
+    if score["mode"] != "adaptive" or not budget or mean_kept is None:
+        return ""
+    if abs(mean_kept - budget) <= 0.1 * budget:
+        return ""
+    return f"the mean budget is {budget}, and the stop keeps {mean_kept:.1f} tokens on average"
 
 
 def _is_pruning_slower(table: BenchmarkTable) -> bool:
@@ -568,7 +597,8 @@ def _image_gain_figure(table: BenchmarkTable, row: MethodScores) -> dict[str, Ce
 
 
 def write_table(folder: Path, table: BenchmarkTable) -> None:
-    """Writes a table to table.md, .tex, .csv and .json in an existing folder."""
+    """Writes a table to table.md, .tex, .csv and .json in a folder, which may not exist yet."""
+    folder.mkdir(parents=True, exist_ok=True)
     row_objects = as_objects(table)
     (folder / f"{NAME}.tex").write_text(
         as_latex(table), encoding="utf-8", errors="backslashreplace"

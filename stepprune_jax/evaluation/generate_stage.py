@@ -9,6 +9,7 @@ written before the next row begins. An interrupted run resumes with the unanswer
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +45,6 @@ from stepprune_jax.evaluation.calibrate import (
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import (
-    UNTRAINED_EXAMPLE,
     EvaluationRun,
     check_policies,
     read_policies,
@@ -61,6 +61,8 @@ from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import AllTokens
 from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import expect, require
+
+_LOG = logging.getLogger(__name__)
 
 
 def generate_answers(
@@ -140,7 +142,8 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
         conditions: settings, model and policies of the run.
 
     Returns:
-        One task per benchmark.
+        One task per benchmark. A task has no sample, and its policies have no rows with mean
+        budgets, if no policy has a learned stop or the validation split is missing.
     """
     run, names = conditions.run, conditions.settings.benchmark_names
     questions_of = {name: run.questions(name) for name in names}
@@ -153,7 +156,16 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
                 {name: questions_of[name] for name in without_split}, question_limit
             )
             samples = dict.fromkeys(without_split, CalibrationSet({}, questions, decimals=3))
-        samples |= {name: read_sample(run, name) for name in names if name not in without_split}
+        for name in (name for name in names if name not in without_split):
+            split_path = run.root(name) / BENCHMARKS[name].calibration
+            if split_path.is_file():
+                samples[name] = read_sample(run, name)
+            else:
+                _LOG.warning(
+                    "no file at %s, whose questions calibrate a learned stop: no rows with mean "
+                    "budgets",
+                    split_path,
+                )
     return [
         Task(conditions, BENCHMARKS[name], questions, samples.get(name))
         for name, questions in questions_of.items()
@@ -168,15 +180,9 @@ def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
         name: name of a benchmark with a validation split.
 
     Raises:
-        FileNotFoundError: the file of the split or an image is missing.
+        FileNotFoundError: an image is missing.
     """
     benchmark, root = BENCHMARKS[name], run.root(name)
-    if not (root / benchmark.calibration).is_file():
-        raise FileNotFoundError(
-            f"no file at {root / benchmark.calibration}: its questions calibrate the mean budgets "
-            "of policies that stop by themselves; write it as docs/your-own-data.md describes, or "
-            f"evaluate other methods: {UNTRAINED_EXAMPLE}"
-        )
     all_questions = benchmark.read_questions(root, benchmark.calibration)
     indices = spread_over(len(all_questions), run.eval.validation_questions)
     questions = [all_questions[index] for index in indices]

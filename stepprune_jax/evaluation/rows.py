@@ -143,8 +143,8 @@ def _plan_policy_rows(
         num_tokens: visual tokens of the largest image.
         label: label of the policy.
         policy: the policy.
-        biases: stop bias for each budget of the settings. If None, a policy with a learned stop has
-            exact budgets only.
+        biases: stop bias for each budget of the settings. If None, the policy has no rows with mean
+            budgets.
     """
 
     def make_row(row_label: str, budget: Budget, **arguments: Any) -> TableRow:
@@ -154,9 +154,7 @@ def _plan_policy_rows(
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     options = settings.pruner_options.get(policy.name)
     rows = [make_row(label, budget, options=options) for budget in budgets]
-    if policy.has_stop:
-        if biases is None:
-            return rows
+    if policy.has_stop and biases is not None:
         for budget_setting, exact_budget in zip(settings.budgets, budgets, strict=True):
             mean_budget = Budget("mean", exact_budget.exact_count(num_tokens))
             rows.append(make_row(label, mean_budget, stop_bias=biases[budget_setting]))

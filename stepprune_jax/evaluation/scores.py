@@ -41,7 +41,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "problem": lambda value: value is None or isinstance(value, str),
     "warnings": lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
     "num_tokens": is_count,
-    "budget": lambda value: value is None or is_count(value),
+    "budget": lambda value: value is None or is_count(value, 0),  # 0: without an image
     **dict.fromkeys(("asked", "answered"), lambda value: is_count(value, 0)),
     "seed": lambda value: value is None or is_count(value, 0),
     **dict.fromkeys(
@@ -377,12 +377,20 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
     path = Path(workdir) / "report" / SCORES
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
+    remedy = "write it again with eval.py --stages score"
     try:
         scores = read_json_list(path, "score")
-        are_valid = all(map(_is_score, scores))
-    # A value that is not an object, or that lacks a field, makes `_is_score` raise.
-    except (UserError, ValueError, AttributeError, KeyError, TypeError):
-        scores, are_valid = [], False
-    if not are_valid:
-        raise UserError(f"{path} is not a list of scores, as eval.py writes them")
+    except (UserError, ValueError) as error:
+        raise UserError(f"{path} is not a list of scores: {remedy}") from error
+    for index, score in enumerate(scores):
+        # A value that is not an object, or that lacks a field, makes `_is_score` raise.
+        try:
+            is_valid = _is_score(score)
+        except (ValueError, AttributeError, KeyError, TypeError):
+            is_valid = False
+        if not is_valid:
+            method = score.get("method") if isinstance(score, dict) else None
+            raise UserError(
+                f"{path}: score {index} ({method}) is not a score as eval.py writes it: {remedy}"
+            )
     return scores

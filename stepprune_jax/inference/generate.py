@@ -122,8 +122,9 @@ class Generator:
             One `Answer` per prompt. A prompt's answer does not depend on the other prompts.
 
         Raises:
-            NotFiniteError: the model's logits are not finite for some prompts. The message gives
-                the numbers of these prompts. The attribute `answers` has the other answers.
+            stepprune_jax.inference.NotFiniteError: the logits are not finite for some prompts. The
+                message gives the numbers of these prompts. The attribute `answers` has the other
+                answers.
         """
         prefilled = self.begin(request)
         if trace is not None:

@@ -129,7 +129,7 @@ class Policy(Selector):
     * image: [b, n, d] image tokens X, as returned by the vision tower.
     * text: [b, l, e] word embeddings of the question, never of the answer; None for a method that
       reads no text.
-    * masks: see `Masks`.
+    * masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
 
     All functions raise a ValueError for a policy without weights, an argument of another type, an
     array of another shape or dtype, or missing text, and a TypeError for an unknown option.
@@ -351,7 +351,7 @@ class Policy(Selector):
                 of the answer's tokens for each subset, [b, g].
             settings: number and sizes of the subsets; None for the defaults of
                 `stepprune_jax.RlooSettings`: 8 subsets, of at most 11 % of the tokens.
-            **masks: see `Masks`.
+            **masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
 
         Returns:
             The loss, and metrics of training.
@@ -360,6 +360,7 @@ class Policy(Selector):
             ValueError: the method samples no subsets, `answer_loss_fn` returned losses of another
                 shape than [b, g], or an error of all functions of `Policy`.
         """
+        self._check_names("rloo_loss", masks, ())
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
@@ -384,7 +385,7 @@ class Policy(Selector):
             image: [b, n, d] image tokens.
             text: [b, l, e] word embeddings of the question, never of the answer.
             importance: [b, n] importance of each token, at least 0.
-            **masks: see `Masks`.
+            **masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
 
         Returns:
             The loss, and metrics: `covered` is the mean fraction of the importance that eight
@@ -394,6 +395,7 @@ class Policy(Selector):
             ValueError: the method samples no subsets, `importance` has another shape than [b, n],
                 or an error of all functions of `Policy`.
         """
+        self._check_names("warm_start_loss", masks, ())
         inputs = self._read_inputs(image, text, dict(masks))
         warm = self.warm_start(check_key(key), inputs, jnp.asarray(importance))
         return warm.loss, Aux({"covered": warm.covered, "entropy": warm.entropy}, ())
@@ -419,7 +421,7 @@ class Policy(Selector):
             answer_loss_fn: loss of the answer for each subset, as in `rloo_loss`. It is also called
                 with a single subset of all tokens, g = 1.
             settings: number and sizes of the subsets, as in `rloo_loss`.
-            **masks: see `Masks`.
+            **masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
 
         Returns:
             The gain of subsets. `suffices` is the decision; `print` shows the measurements and
@@ -428,6 +430,7 @@ class Policy(Selector):
         Raises:
             ValueError: an error of `rloo_loss`.
         """
+        self._check_names("measure_subset_gain", masks, ())
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
@@ -464,7 +467,7 @@ class Policy(Selector):
             key: PRNG key of the random tokens; consumed.
             recipe: "gate" for a policy that was trained with `train_loss`, "rloo" for one that was
                 trained with `rloo_loss`. The diagnosis then says if it should change.
-            **masks: see `Masks`.
+            **masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
 
         Returns:
             A `Diagnosis` for each budget; `print` shows a report.
@@ -475,6 +478,7 @@ class Policy(Selector):
         """
         expect("recipe", recipe, recipe in ("", "gate", "rloo"), "gate or rloo, or nothing")
         _expect_function("loss_fn", loss_fn)
+        self._check_names("diagnose", masks, ())
         inputs = self._read_inputs(image, text, dict(masks))
         is_list = isinstance(budgets, Sequence) and len(budgets) > 0
         is_valid = is_list and all(map(is_integer, budgets))
@@ -569,9 +573,10 @@ class Policy(Selector):
         return inputs, limits, arguments
 
     def _check_names(self, function: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Raises a TypeError for an option that is not in `names`, except masks."""
-        for option in options.keys() - {*names, *Masks.__annotations__}:
-            hint = f"its options: {', '.join(names) or 'none'}.{nearest(option, names)}"
+        """Raises a TypeError for an option that is neither in `names` nor a mask."""
+        valid_names = (*names, *Masks.__annotations__)
+        for option in options.keys() - {*valid_names}:
+            hint = f"its options: {', '.join(valid_names)}.{nearest(option, valid_names)}"
             raise TypeError(f"{type(self).__name__}.{function} has no option {option!r}; {hint}")
         if "decoder" in options:
             expect_type("decoder", options["decoder"], DecoderFns, "DecoderFns(init, step)")

@@ -115,9 +115,15 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
     start_time = time.perf_counter()
     num_compiled_before, num_evicted_before = num_compiled(), num_evicted()
     runner = _WarmUp(parser, backend, extent)
-    for kind in runner.list_kinds():
+    kinds = [*runner.list_kinds()]
+    _logger.info(
+        "warm-up: %d kinds of batches, each with a program for every padded length of text and "
+        "question; fewer with a smaller --batch_size or --warm_up_text",
+        len(kinds),
+    )
+    for index, kind in enumerate(kinds):
         try:
-            runner.run_kind(kind)
+            runner.run_kind(kind, f"{index + 1} of {len(kinds)}")
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -142,6 +148,7 @@ class _WarmUp:
     ):
         """Prepares placeholder images; Args as in `warm_up`."""
         self._parser, self._backend, self._extent = parser, backend, extent
+        self._place = ""
         self._model, self._compiled_shapes = (
             parser.model,
             {budget: set[Hashable]() for budget in (None, *extent.budgets)},
@@ -174,12 +181,14 @@ class _WarmUp:
                         images = self._repeat_image(pixels, num_images)
                         yield _BatchKind(batch_size, is_sampled, images, budget)
 
-    def run_kind(self, kind: _BatchKind) -> None:
+    def run_kind(self, kind: _BatchKind, place: str = "") -> None:
         """Compiles the programs of one kind of batch, for texts and questions of all lengths.
 
         Args:
             kind: the kind of batch; one of `list_kinds`.
+            place: the place of the kind among all kinds, for the log, such as "3 of 14".
         """
+        self._place = place
         config = self._model.config
         pruner, sampling, options = self._parser.default_settings(
             is_sampled=kind.is_sampled, budget=kind.budget
@@ -246,7 +255,9 @@ class _WarmUp:
         num_kept = self._backend.warm(chats, self._compiled_shapes[kind.budget])
         if num_compiled() > num_compiled_before:
             seconds, row_length = time.perf_counter() - start_time, text_length + num_kept
-            _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, row_length)
+            question = f", a question of {question_length} tokens" if kind.num_images else ""
+            lengths = f"rows of {row_length} tokens{question}"
+            _logger.info("%s, compiled in %.1f s: %s, %s", self._place, seconds, kind, lengths)
         return num_kept
 
     def _list_question_lengths(self, is_joint: bool) -> list[int]:

@@ -137,7 +137,9 @@ def _name_table(table: BenchmarkTable) -> str:
         without_learned_stop(row.method) for row in table.rows if row.method not in (ALL, BLIND)
     ]
     methods = list(dict.fromkeys(methods)) or [ALL]
-    titles = [BENCHMARKS[name].title for name in table.benchmarks]
+    titles = [
+        "a data folder" if name == "folder" else BENCHMARKS[name].title for name in table.benchmarks
+    ]
     method_text = _join_words(methods) if len(methods) <= 4 else f"{len(methods)} pruning methods"
     benchmark_text = _join_words(titles) if len(titles) <= 4 else f"{len(titles)} benchmarks"
     return f"{method_text} on {benchmark_text}"

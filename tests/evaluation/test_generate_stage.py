@@ -24,7 +24,7 @@ from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, sample_evenly
-from stepprune_jax.evaluation.generate_stage import format_duration, generate_answers
+from stepprune_jax.evaluation.generate_stage import format_duration, generate_answers, read_tasks
 from stepprune_jax.evaluation.rows import Conditions, plan_rows
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import Generator, RunOptions, dataset, encode, generate, read_request
@@ -366,6 +366,23 @@ def test_stop_biases_depend_on_the_size_of_images(copied, config):
     assert small_entry["biases"]["2"] != full_entry["biases"]["2"]
     kept = [row["kept"] for row in lines(copied, "folder", "stepprune-adaptive-50")]
     assert abs(np.mean(kept) - 2) < 1
+
+
+def test_without_a_validation_split_a_policy_has_no_rows_with_mean_budgets(
+    config, root, run, tmp_path, caplog
+):
+    data = shutil.copytree(root, tmp_path / "data")
+    (data / "validation.jsonl").unlink()
+    settings = changed(config, benchmarks="folder")
+    settings = dataclasses.replace(
+        settings, data=dataclasses.replace(settings.data, folder=str(data))
+    )
+    source = settings.model.inspect()
+    conditions = Conditions(settings, source, {"StepPrune": stepprune()}, tmp_path)
+    (task,) = read_tasks(conditions)
+    assert task.sample is None and "validation.jsonl" in caplog.text
+    assert [row.mode for row in conditions.rows({}) if row.policy] == ["exact", "exact", "adaptive"]
+    assert [row.label for row in conditions.rows({})][-1] == "StepPrune, own stop"
 
 
 def test_samples_for_stop_biases_are_spread_over_benchmarks(root, config):

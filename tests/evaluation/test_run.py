@@ -243,11 +243,9 @@ def test_errors_are_raised_before_the_model_is_loaded(config, llava_folder, tmp_
         evaluate(config, tmp_path)
     data = dataclasses.replace(config.data, folder="absent")
     absent = changed(dataclasses.replace(config, data=data), benchmarks="folder")
-    folder = changed(config, benchmarks="folder")  # has no validation split
     for bad, policy, error, message in (
         (changed(config, data="nowhere"), stepprune(), OSError, "no file at nowhere/pope/llava"),
         (absent, stepprune(), OSError, "no folder .*absent; name yours .* --out absent"),
-        (folder, stepprune(), OSError, "no file at .*validation.jsonl: .* --config.eval.methods="),
         (changed(config, budgets=(10,)), stepprune(), ValueError, "expected at most the 9 visual"),
         (changed(config, budgets=(5,)), stepprune(), ValueError, "expected at most the 4 steps"),
         (config, stepprune(text_width=8), ValueError, "row 'StepPrune': .*text_width is 8"),

@@ -320,8 +320,30 @@ def test_the_command_merges_folders(tmp_path, capsys):
     code, error = status("table", command.main, tmp_path / "c"), capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and "run eval.py" in error
     (tmp_path / "a" / "report" / "scores.json").write_text('[{"benchmark": "pope"}]')
-    with pytest.raises(ValueError, match="is not a list of scores"):
+    with pytest.raises(ValueError, match=r"score 0 \(None\) is not a score .*: write it again"):
         read_scores(tmp_path / "a")
+
+
+def test_a_run_with_the_row_without_an_image_is_read_and_written_to_a_new_folder(tmp_path, capsys):
+    blind = score("pope", "no image", 100.0, 50.0)
+    assert blind["budget"] == 0
+    (tmp_path / "a" / "report").mkdir(parents=True)
+    (tmp_path / "a" / "report" / "scores.json").write_text(json.dumps([ALL_TOKENS[1], blind]))
+    command.main([str(tmp_path / "a"), "--out", str(tmp_path / "new" / "tables")])
+    assert "no image" in capsys.readouterr().out
+    assert (tmp_path / "new" / "tables" / "table.tex").is_file()
+
+
+def test_notes_name_few_questions_and_a_missed_mean_budget():
+    fields = {"mode": "adaptive", "budget": 16, "mean_k": 22.12}
+    rows = [ALL_TOKENS[1] | {"answered": 8}, score("pope", "StepPrune", 88.9, 80.0) | fields]
+    page = as_markdown(merge_scores({"run": rows}))
+    assert "POPE has 9 questions: standard errors and intervals" in page
+    assert "the mean budget is 16, and the stop keeps 22.1 tokens on average" in page
+    page = as_markdown(
+        merge_scores({"run": [row | {"answered": 200, "mean_k": 15.0} for row in rows]})
+    )
+    assert "unreliable" not in page and "mean budget is" not in page
 
 
 @settings(max_examples=60)

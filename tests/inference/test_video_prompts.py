@@ -110,14 +110,12 @@ def test_kept_tokens_have_the_positions_of_the_unpruned_prompt(model):
     np.testing.assert_array_equal(arrays["position_0"], all_arrays["position_0"][:, remaining])
 
 
-@pytest.mark.parametrize("budget", [None, 7])
-def test_one_policy_serves_images_and_videos(model, budget):
-    policy = stepprune() if budget is None else stepprune().with_budget(budget)
+def test_one_policy_serves_images_and_videos(model):
+    policy = stepprune()
     media = [Video(frames(4), fps=2), noise(1, (40, 40))]
     together, _ = answer(model, media, policy)
     alone = [answer(model, [medium], policy)[0] for medium in media]
     assert together.kept_indices == tuple(single.kept_indices[0] for single in alone)
-    assert budget is None or [len(x) for x in together.kept_indices] == [7, 7]
 
 
 def test_a_batch_mixes_videos_images_and_text(model):
@@ -148,17 +146,16 @@ def test_a_stream_has_the_text_of_the_answer(model):
 def test_a_question_file_with_videos_is_answered_in_batches(model):
     paths = [Path(f"{number}.mp4") for number in range(3)]
     questions = [
-        Question(str(number), path, "What?", "default", Video(frames(4 + 2 * number), fps=2))
+        Question(str(number), path, "What?", "default", Video(frames(4 + number // 2), fps=2))
         for number, path in enumerate(paths)
     ]
     encoded = encode_questions(model, questions, batch_size=2)
-    for pruner in (build_pruner("evs", "3/4"), build_pruner("vidcom2", "1/2")):
-        generator = Generator(model, pruner, options=OPTIONS)
-        (answers,) = generator.answer_set(encoded, Batching(2))
-        for row, question in enumerate(questions):
-            (single,) = generator.answer(generator.read(["What?"], [[question.video]]))
-            assert answers.kept[row] == single.kept and answers.texts[row] == single.text
-            assert sorted(answers.order[row].tolist()) == sorted(single.kept_indices[0])
+    generator = Generator(model, build_pruner("vidcom2", "1/2"), options=OPTIONS)
+    (answers,) = generator.answer_set(encoded, Batching(2))
+    for row, question in enumerate(questions):
+        (single,) = generator.answer(generator.read(["What?"], [[question.video]]))
+        assert answers.kept[row] == single.kept and answers.texts[row] == single.text
+        assert sorted(answers.order[row].tolist()) == sorted(single.kept_indices[0])
 
 
 def test_question_files_name_videos(tmp_path):
@@ -192,9 +189,8 @@ def test_methods_without_a_meaning_on_videos_refuse_them_by_name(model):
 
 def test_other_methods_keep_their_budget_of_a_video(model):
     video = Video(frames(4), fps=2)
-    options = {"fastv": {"layer": 1}, "dart": {"layer": 1}, "pyramiddrop": {"average": False}}
-    for name in ("grid", "cdpruner", "vcast", "fastv", "pyramiddrop"):
-        result, _ = answer(model, [video], build_pruner(name, 9, options=options.get(name)))
+    for name, options in (("grid", None), ("vcast", None), ("fastv", {"layer": 1})):
+        result, _ = answer(model, [video], build_pruner(name, 9, options=options))
         assert result.kept == 9, name
 
 

@@ -123,6 +123,24 @@ def test_unsupported_budgets_are_refused(policy, calibrated, world):
         calibrated.with_budget("mean:19")
 
 
+def test_unknown_keywords_are_refused(policy, world):
+    """A misspelled mask is not ignored."""
+    image, text = world
+    key, importance = jax.random.key(0), jnp.ones(image.shape[:2])
+
+    def answer_losses(kept):
+        return jnp.zeros(kept.count.shape)
+
+    for call in (
+        functools.partial(policy.rloo_loss, key, image, text, answer_losses),
+        functools.partial(policy.warm_start_loss, key, image, text, importance),
+        functools.partial(policy.measure_subset_gain, key, image, text, answer_losses),
+        functools.partial(policy.diagnose, answer_losses, image, text, [2]),
+    ):
+        with pytest.raises(TypeError, match=r"has no option 'text_msk'; .* mean text_mask\?"):
+            call(text_msk=None)
+
+
 def test_a_mean_at_a_bound_warns():
     # All but one row stop at once, at any bias above -3.
     margin = np.full((40, 6), -9.0)

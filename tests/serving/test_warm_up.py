@@ -145,7 +145,9 @@ def test_no_request_compiles_anything_after_a_warm_up(llava_model, compiled, mon
     warm_up(parser, backend, Extent((1, 1), 30, ("4",)))
     assert any("1 image of 9 tokens, budget 4, rows of" in line for line in lines)
     assert lines[-1].startswith("warm-up: ") and len(compiled) > 4
-    assert all(re.match(r"compiled in \d+\.\d s: 1 request, ", line) for line in lines[:-1])
+    assert lines[0].startswith("warm-up: 8 kinds of batches, ")
+    line_pattern = r"[1-8] of 8, compiled in \d+\.\d s: 1 request, "
+    assert all(re.match(line_pattern, line) for line in lines[1:-1])
     start_count, system = len(compiled), {"role": "system", "content": "a"}
     with (
         run_server(ChatApp(parser, backend, metrics, 9).app()) as address,

@@ -67,25 +67,33 @@ def test_auto_begins_with_the_warm_start_if_a_trial_helps(world, two_phase_run, 
     assert_same_run(tmp_path, two_phase_run)
 
 
+@pytest.fixture(scope="module")
+def rloo_run(world, tmp_path_factory):
+    """Folder of a run of three updates by RLOO."""
+    workdir = tmp_path_factory.mktemp("rloo")
+    train(make_run(*world, recipe="rloo", steps=3, **RLOO_CHANGES), workdir)
+    return workdir
+
+
 @pytest.mark.parametrize("recipe", ["auto", "warm_start"])
-def test_a_run_without_updates_of_the_warm_start_equals_rloo(world, tmp_path, monkeypatch, recipe):
+def test_a_run_without_updates_of_the_warm_start_equals_rloo(
+    world, rloo_run, tmp_path, monkeypatch, recipe
+):
     monkeypatch.setattr(rloo, "MIN_GAIN", -1e9)
     changes = {"steps": 3, "warm_start.share": 0.0} | RLOO_CHANGES
-    train(make_run(*world, recipe=recipe, **changes), tmp_path / recipe)
-    train(make_run(*world, recipe="rloo", steps=3, **RLOO_CHANGES), tmp_path / "rloo")
-    assert_same_run(tmp_path / recipe, tmp_path / "rloo")
+    train(make_run(*world, recipe=recipe, **changes), tmp_path)
+    assert_same_run(tmp_path, rloo_run)
 
 
 def test_auto_uses_rloo_if_the_trial_fails_and_subsets_gain_enough(
-    world, tmp_path, monkeypatch, capsys
+    world, rloo_run, tmp_path, monkeypatch, capsys
 ):
     choose_first_objective(monkeypatch, "rloo")
-    train(make_auto_run(world, steps=3), tmp_path / "auto")
+    train(make_auto_run(world, steps=3), tmp_path)
     output = capsys.readouterr().out
     assert "Recipe: RLOO on sampled subsets, because a few tokens gain" in output
     assert "a trial of the warm start does not help" in output
-    train(make_run(*world, recipe="rloo", steps=3, **RLOO_CHANGES), tmp_path / "rloo")
-    assert_same_run(tmp_path / "auto", tmp_path / "rloo")
+    assert_same_run(tmp_path, rloo_run)
 
 
 def test_auto_begins_with_the_gate_if_nothing_else_helps(world, tmp_path, monkeypatch):

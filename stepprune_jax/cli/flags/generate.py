@@ -98,7 +98,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
         if getattr(flags, name) is not None and not flags.video:
             raise UserError(f"--{name} requires --video")
     if flags.overlay is not None and flags.video:
-        raise UserError("--overlay draws images only, expected no --video")
+        raise UserError("--overlay cannot draw videos; omit it, and --json prints the kept tokens")
     if flags.overlay is not None and (flags.interactive or not flags.image):
         raise UserError("--overlay requires one --prompt and at least one --image")
     if flags.trace is not None and not flags.json:
