@@ -160,7 +160,8 @@ class StepPruneModel(lmms):
     def _read_visuals(self, visuals: Sequence[Any]) -> list[Image.Image | Video]:
         """Converts the visuals of a document to images and videos.
 
-        A path with a suffix of `_IMAGE_SUFFIXES` is an image, and any other path a video. A list of images and an array [n, height, width, 3] are the frames of a video.
+        A path with a suffix of `_IMAGE_SUFFIXES` is an image, and any other path a video. A list of
+        images and an array [n, height, width, 3] are the frames of a video.
 
         Raises:
             UserError: a visual has another type.
