@@ -384,7 +384,7 @@ def _remove_unusable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQues
 
 
 def _convert_question(index: int, question: AskedQuestion) -> BenchmarkQuestion:
-    """Converts a question with at most one image to a benchmark question.
+    """Converts a question with at most one image, and no video, to a benchmark question.
 
     The image becomes the bytes of a PNG file. Equal images have equal bytes, so the vision tower
     runs once for an image that several questions share.
@@ -394,9 +394,10 @@ def _convert_question(index: int, question: AskedQuestion) -> BenchmarkQuestion:
         question: the question.
     """
     image_bytes = None
-    if question.images:
+    image = question.images[0] if question.images else None
+    if isinstance(image, Image.Image):
         file = io.BytesIO()
-        open_image(question.images[0]).save(file, "PNG", compress_level=1)
+        open_image(image).save(file, "PNG", compress_level=1)
         image_bytes = file.getvalue()
     return BenchmarkQuestion(index, question.text, question.text, image_bytes)
 

@@ -157,8 +157,9 @@ def shape_key(model: VLM, request: Request) -> Hashable:
     video does not fill the rows of short ones with padding.
     """
     images, num_images = request.images, len(request.image_of[0])
-    has_videos = images is not None and images.clips is not None
-    return num_images, num_padded_tokens(model, images) if has_videos else 0
+    if images is None or images.clips is None:
+        return num_images, 0
+    return num_images, num_padded_tokens(model, images)
 
 
 def pad_requests(requests: Sequence[T]) -> list[T]:
