@@ -106,7 +106,12 @@ class ChatApp:
         if self._api_key is not None:  # After `cross_origin`: a browser asks first without a key.
             key_check = Middleware(_ApiKeyCheck, api_key=self._api_key, metrics=self._metrics)
             middleware.append(key_check)
-        return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan)
+        return Starlette(
+            routes=routes,
+            middleware=middleware,
+            exception_handlers={404: _refuse_path},
+            lifespan=self._lifespan,
+        )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -153,7 +158,7 @@ class ChatApp:
         try:
             status = await self._answer(scope, receive, send, start_time, record)
         except RequestError as error:
-            status = error.status
+            status, record.error = error.status, str(error)
             await _error_response(error)(scope, receive, send)
         except ClientDisconnect:
             pass  # `status` is _CLIENT_GONE.
@@ -226,9 +231,11 @@ class _RequestRecord:
     Attributes:
         first_token_seconds: seconds until the first token; None before the first token.
         reply: the reply; None before the first token.
+        error: message of the error with which the request ended; "" without an error.
     """
 
     def __init__(self):
+        self.error = ""
         self.first_token_seconds: float | None = None
         self.reply: _Reply | None = None
 
@@ -248,7 +255,7 @@ class _RequestRecord:
                 f"{usage['prompt_tokens']} prompt tokens",
                 f"{usage['completion_tokens']} answer tokens",
             ]
-        return ", ".join(parts)
+        return ", ".join(parts) + (f": {self.error}" if self.error else "")
 
 
 class _Choice:
@@ -557,6 +564,12 @@ def _error_fields(error: RequestError) -> dict[str, Any]:
     error_type = _ERROR_TYPES.get(error.status, default_type)
     fields = {"message": error.message, "type": error_type}
     return {"error": {**fields, "param": error.field, "code": error.status}}
+
+
+def _refuse_path(request: Request, _: Exception) -> Response:
+    """Returns the error response to a path that the server does not have."""
+    paths = "/v1/chat/completions, /v1/models, /health and /metrics"
+    return _error_response(RequestError(404, f"no {request.url.path}, the server has {paths}"))
 
 
 def _error_response(error: RequestError) -> Response:

@@ -404,7 +404,7 @@ def test_a_log_line_of_each_request_has_times_and_counts(llava_model, fake, capl
     seconds = r"\d+\.\d{3} s"
     counts = f"kept 3 of 9 visual tokens, {usage.prompt_tokens} prompt tokens, 4 answer tokens"
     assert re.fullmatch(f"chat 200 in {seconds}, first token after {seconds}, {counts}", lines[0])
-    assert re.fullmatch(f"chat 400 in {seconds}", lines[1]) and len(lines) == 2
+    assert re.fullmatch(f"chat 400 in {seconds}: budget is 400, .*", lines[1]) and len(lines) == 2
     assert metrics['kept_tokens_bucket{le="2.0"}'] == 0
     assert metrics['kept_tokens_bucket{le="4.0"}'] == 1
     assert metrics['first_token_seconds_bucket{le="+Inf"}'] == 1
