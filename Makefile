@@ -9,10 +9,11 @@ SERVING_VENV ?= .venv-serving
 LMMS_EVAL_VENV ?= .venv-lmms-eval
 DEMO_VENV ?= .venv-demo
 HOSTS_VENV ?= .venv-hosts
-# Hosts need Python 3.12. OPENPI is a clone of openpi that has its environment in .venv, with pytest,
-# hypothesis, beartype and this package.
+# Hosts need Python 3.12. OPENPI and SGLANG_JAX are clones of openpi and sglang-jax that have their
+# environment in .venv, with pytest, hypothesis, beartype and this package.
 PYTHON312 ?= python3.12
 OPENPI ?=
+SGLANG_JAX ?=
 BOARDS ?= .venv-boards
 PUBLISHED ?= .venv-published
 NEWEST_VENV ?= .venv-newest
@@ -150,6 +151,7 @@ test-hosts: $(HOSTS_VENV)/.installed
 	$(HOSTS_VENV)/bin/python -c "import gemma, maxtext"
 	JAX_PLATFORMS=cpu $(HOSTS_VENV)/bin/python -m pytest -m slow tests/examples
 	$(if $(OPENPI),JAX_PLATFORMS=cpu $(OPENPI)/.venv/bin/python -m pytest -m slow tests/examples/test_pi0.py)
+	$(if $(SGLANG_JAX),JAX_PLATFORMS=cpu $(SGLANG_JAX)/.venv/bin/python -m pytest -m slow tests/examples/test_sglang_jax.py)
 
 # TensorFlow, which gemma imports, needs an older protobuf than the newest sentencepiece.
 $(HOSTS_VENV)/.installed: pyproject.toml

@@ -11,7 +11,12 @@ PAGE = ROOT / "stepprune_jax" / "demo" / "app.py"
 PARTS = [(PAGE, "gradio")]
 PARTS += [
     (ROOT / "examples" / "hosts" / f"{name}.py", package)
-    for name, package in (("gemma3", "gemma"), ("maxtext_qwen3_vl", "maxtext"), ("pi0", "openpi"))
+    for name, package in (
+        ("gemma3", "gemma"),
+        ("maxtext_qwen3_vl", "maxtext"),
+        ("pi0", "openpi"),
+        ("sglang_jax", "sgl_jax"),
+    )
 ]
 
 

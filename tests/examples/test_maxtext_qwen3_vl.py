@@ -58,6 +58,27 @@ def test_pruned_logits_are_those_of_maxtext_if_nothing_attends_to_the_other_toke
     assert ours.shape[1] == theirs.shape[1] - example["N"] + 128
 
 
+@pytest.mark.parametrize("budget", [64, "mean:64"])
+def test_generated_words_are_those_of_maxtext_if_nothing_attends_to_the_other_tokens(
+    example, budget
+):
+    """MaxText without a cache and without pruning reads the generated words, and predicts them."""
+    policy, weights, batch, pixels = example["given"]
+    pruner = policy.with_budget(budget)
+    words, logits = example["generate"](128, pruner, weights, batch, pixels)
+    answered = example["answer_with"](batch, words)
+    segments = np.array(batch["inputs_segmentation"])
+    index = example["pruned_forward"](128, pruner, weights, answered, pixels)[1].index
+    for row, kept in enumerate(np.asarray(index)):
+        segments[row, 1 + np.setdiff1d(np.arange(example["N"]), kept)] = 2
+    masked = answered | {"inputs_segmentation": jnp.asarray(segments)}
+    places = np.asarray(batch["targets_segmentation"]) > 0
+    predicted = example["plain_forward"](weights, masked, pixels)[places].reshape(logits.shape)
+    assert words.shape == (2, example["NEW_WORDS"])
+    np.testing.assert_array_equal(np.argmax(predicted, axis=-1), words)
+    close(logits, predicted)
+
+
 def test_one_program_for_all_questions_images_and_counts(example):
     lines = re.findall(r"six images \[(.*)\], programs (\d+)", example["printed"])
     stopped, exact = (np.array(counts.split(), int) for counts, _ in lines)
