@@ -72,15 +72,15 @@ def qwen(tmp_path_factory):
 
 def make_video_run(model, data, **changes):
     small = {"steps": 4, "batch_size": 6, "data.stats_images": 6, "optimizer.warmup": 1}
-    return make_run(model, data, **small | changes)
+    return make_run(model, data, **small | {"model.rows_at_once": 0} | changes)
 
 
 @pytest.mark.parametrize("family", ["tiny_qwen", "tiny_qwen3"])
 def test_a_mixed_batch_has_the_losses_of_generation(qwen, data, tmp_path, family):
     """The first token of each answer has the probability that `generate` computes for it."""
     run = make_video_run(qwen[family], data, **{"data.num_frames": 6})
-    config = make_step_config(run, load_vlm(qwen[family], dtype=jnp.float32).backbone)
     model = load_vlm(qwen[family], dtype=jnp.float32, progress=False)
+    config = make_step_config(run, model.backbone)
     batches = open_tiny_batches(run, tmp_path)
     batch = batches[0]
     assert batch.targets.clips.is_video.sum() == 4 and batch.targets.ids.shape[0] == 6
