@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import quick_or_slow
 from tiny_qwen import tiny_qwen, tiny_qwen3
 from tiny_run import make_run, metrics, open_tiny_batches, validation_rows
 from video_clips import make_clip
@@ -75,7 +76,7 @@ def make_video_run(model, data, **changes):
     return make_run(model, data, **small | {"model.rows_at_once": 0} | changes)
 
 
-@pytest.mark.parametrize("family", ["tiny_qwen", "tiny_qwen3"])
+@pytest.mark.parametrize("family", quick_or_slow(["tiny_qwen", "tiny_qwen3"], ["tiny_qwen3"]))
 def test_a_mixed_batch_has_the_losses_of_generation(qwen, data, tmp_path, family):
     """The first token of each answer has the probability that `generate` computes for it."""
     run = make_video_run(qwen[family], data, **{"data.num_frames": 6})
@@ -159,6 +160,7 @@ def test_hosts_build_the_rows_of_one_mixed_batch(qwen, data, tmp_path):
     assert jax.tree.map(np.shape, parts[0]) == jax.tree.map(np.shape, parts[1])
 
 
+@pytest.mark.slow
 def test_a_policy_is_trained_on_the_models_answers_to_videos(qwen, data, tmp_path):
     """Warm start, RLOO, validation, calibration and the counts of programs."""
     num_compiled = step.update.num_compiled()
