@@ -244,6 +244,25 @@ class Task:
         path = conditions.folder / FILE
         return StopBiases(path, model_fields, digests, conditions.settings.budgets)
 
+    def _plan_rows(self, biases: Biases) -> list[TableRow]:
+        """Plans the rows with these stop biases, without methods that cannot read the questions.
+
+        Raises:
+            UserError: a question has a video, and `eval.methods` names a method without a meaning
+                for videos.
+        """
+        rows = self.conditions.rows(biases)
+        if all(question.video is None for question in self.questions):
+            return rows
+        for row in rows:
+            is_named = self.conditions.settings.is_named(row.label)
+            require(
+                row.pruner.reads_videos or not is_named,
+                f"config.eval.methods names {row.label}, which prunes images only, and no videos; "
+                "see docs/video.md",
+            )
+        return [row for row in rows if row.pruner.reads_videos]
+
     def is_incomplete(self) -> bool:
         """Returns whether an answer or a stop bias is missing. All processes must call this method.
 
@@ -253,7 +272,7 @@ class Task:
 
         def has_gap() -> bool:
             biases = {} if self.sample is None else self._stop_biases.read_cached(self.sample)
-            rows = self.conditions.rows(biases)
+            rows = self._plan_rows(biases)
             files = self.conditions.files(rows, self.benchmark, self.questions)
             for file in files:
                 check_claim(file)
@@ -330,7 +349,7 @@ class Task:
         Args:
             biases: stop biases. A policy without biases has no rows with mean budgets.
         """
-        table_rows = self.conditions.rows(biases)
+        table_rows = self._plan_rows(biases)
         files = self.conditions.files(table_rows, self.benchmark, self.questions)
 
         def open_all() -> list[_OpenRow]:
