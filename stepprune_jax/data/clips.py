@@ -68,7 +68,8 @@ def inspect_videos(
     """
     index = index._replace(stamp=video_stamps(index, root))
     is_inspected = (index.problem == USABLE) & ~is_missing
-    videos = [image for image in np.unique(index.image[is_inspected]) if index.is_video[image]]
+    inspected_images = np.unique(index.image[is_inspected]).tolist()
+    videos = [image for image in inspected_images if index.is_video[image]]
 
     def inspect_one(image: int) -> ClipShape | Exception:
         try:
@@ -90,9 +91,9 @@ def inspect_videos(
             disable=None if videos else True,
         ):
             if isinstance(shape, ClipShape):
-                shapes[int(image)] = shape
+                shapes[image] = shape
             else:
-                errors[int(image)] = shape
+                errors[image] = shape
     patches, grid = np.zeros_like(index.patches), np.zeros_like(index.grid)
     times: list[float] = []
     for image, shape in sorted(shapes.items()):
