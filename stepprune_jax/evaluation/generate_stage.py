@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -593,7 +593,7 @@ class _Answerer:
                 num_words=num_words[position],
                 num_kept=kept_count,
             )
-            fields = {"gflops": sum(flops.values()) / 1e9}
+            fields: dict[str, Any] = {"gflops": sum(flops.values()) / 1e9}
             fields |= _count_bound(row, kept_count, num_tokens[position])
             if self._task.questions[index].video is not None:
                 order = answers.order[position].tolist()

@@ -223,7 +223,7 @@ class Batches:
     def widest(self) -> Bucket:
         """Sizes that hold every batch of the run."""
         rows, patches = np.arange(len(self.corpus)), self.corpus.lengths.patches
-        most = rows[:1] if patches is None else np.argmax(patches)[None]
+        most = rows[:1] if patches is None else np.array([np.argmax(patches)])
         num_rows = len(self.indices(0))
         return self.buckets[-1]._replace(media=self._bound_media(most.repeat(num_rows)))
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -222,8 +222,8 @@ def abstract_batch(config: StepConfig, rows: int, bucket: Bucket) -> step.Traini
     if bucket.media is not None:
         pixels = config.backbone.patch_shapes(bucket.media.patches, bucket.media.patch_tokens)
         token_of = make_array(bucket.media.tokens)
-        clips = Clips(make_array(), make_array(dtype=jnp.float32), make_array(dtype=jnp.bool_))
-        conversations = conversations._replace(clips=clips)
+        shapes: Any = (make_array(dtype=dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+        conversations = conversations._replace(clips=Clips(*shapes))
     return step.TrainingBatch(
         pixels=pixels,
         text=make_array(bucket.text),
