@@ -117,7 +117,10 @@ BODY: dict[str, Rule] = {
     "return_token_ids": _FLAG,
     "return_kept_tokens": _FLAG,
     "pruner": _TEXT,
-    "budget": (lambda x: isinstance(x, str) or is_count(x), "a count from 1, or a text such as 1/3"),
+    "budget": (
+        lambda x: isinstance(x, str) or is_count(x),
+        "a count from 1, or a text such as 1/3",
+    ),
     "mean_budget": _NUMBER,
     "positions": _TEXT,
     "media_io_kwargs": _OBJECT,

@@ -613,7 +613,11 @@ def _sample_examples(
     Returns:
         Id and prompt of the questions, sorted by their number of kept tokens.
     """
-    keys_with_image = {question.key for question in questions if question.image is not None}
+    keys_with_image = {
+        question.key
+        for question in questions
+        if question.image is not None and question.video is None
+    }
     drawable = [
         answer
         for answer in graded_answers.answers
@@ -650,7 +654,7 @@ def _make_overlays(
     overlays = []
     for key in keys:
         question = question_by_key[key]
-        if key not in answer_by_key or question.image is None:
+        if key not in answer_by_key or question.image is None or question.video is not None:
             continue
         answer, grade = answer_by_key[key]
         grid = tuple(answer.fields["grid"])

@@ -73,7 +73,7 @@ def test_rows_are_the_conversations_truncated_to_the_limits(opened, tokenizer, l
         assert row.text.tolist() == encoded.text[:2] and len(encoded.text) > 2
     assert tokenizer.decode(rows[1].target) == "yes"  # the last answer, without its </s>
     for number, row in zip((1, 0), rows, strict=True):
-        counts = [array[number] for array in corpus.lengths]
+        counts = [array[number] for array in corpus.lengths[:3]]
         assert counts == [len(row.ids), len(row.text), len(row.target)]
     assert corpus.image(1) == opened.images / "b.png"
     assert corpus.where(1).endswith("train.json: sample 1")
@@ -213,7 +213,7 @@ def test_token_counts_are_cached_for_the_next_run(opened, monkeypatch):
             patch.setattr(open_corpus_module, name, None)
         second = opened(MULTI, sample(image="b.png"), split_turns=True)
     assert opened.lines == lines and second.identity == first.identity
-    np.testing.assert_array_equal(second.lengths, first.lengths)
+    np.testing.assert_array_equal(second.lengths[:3], first.lengths[:3])
     for second_row, first_row in zip(second.rows([0, 2]), first.rows([0, 2]), strict=True):
         assert second_row.ids.tolist() == first_row.ids.tolist()
 
@@ -249,5 +249,5 @@ def test_a_damaged_cache_is_rebuilt(opened):
     for damaged in (b"no archive", data[:-40]):
         path.write_bytes(damaged)
         assert index.load_index(path) is None
-        np.testing.assert_array_equal(opened(MULTI).lengths, first.lengths)
+        np.testing.assert_array_equal(opened(MULTI).lengths[:3], first.lengths[:3])
     assert path.read_bytes() == data
