@@ -39,8 +39,8 @@ _LOG = logging.getLogger(__name__)
 # Finished batches that may wait, in addition to the batches that threads are building. Two cover
 # the variation in the time that a batch takes.
 _NUM_WAITING = 2
-# Temporal patches of a video that feature statistics read: enough to cover its scenes, few enough
-# that images count, too.
+# Temporal patches of a video that feature statistics read: enough to cover its scenes, and few
+# enough that long videos do not outweigh images.
 _STATS_PATCHES = 4
 
 
@@ -223,9 +223,9 @@ class Batches:
     def widest(self) -> Bucket:
         """Sizes that hold every batch of the run."""
         rows, patches = np.arange(len(self.corpus)), self.corpus.lengths.patches
-        most = rows[:1] if patches is None else np.array([np.argmax(patches)])
+        longest_row = rows[:1] if patches is None else np.array([np.argmax(patches)])
         num_rows = len(self.indices(0))
-        return self.buckets[-1]._replace(media=self._bound_media(most.repeat(num_rows)))
+        return self.buckets[-1]._replace(media=self._bound_media(longest_row.repeat(num_rows)))
 
     def _bound_media(self, indices: Int[np.ndarray, " b"]) -> MediaShape | None:
         """Returns padded sizes for any videos and images of a batch; None without a video."""
@@ -281,14 +281,14 @@ class Batches:
         return self._images.videos.backbone.as_patch_of_clip(stack_images([image]))
 
     def _join_media(
-        self, images: Sequence[Pixels | Clip], bound: MediaShape
+        self, images: Sequence[Pixels | Clip], shape_bound: MediaShape
     ) -> tuple[Pixels, Int[np.ndarray, "b n"], Int[np.ndarray, "b 2"], Clips]:
         """Packs the temporal patches of the images and videos of a batch.
 
         Args:
             images: the pixels of each row's image, or the clip of its video.
-            bound: sizes that hold any rows of the batch. If several hosts build the batch, these
-                are its sizes; otherwise the sizes follow from the rows.
+            shape_bound: sizes that hold any rows of the batch. If several hosts build the batch,
+                these are its sizes; otherwise the sizes follow from the rows.
 
         Returns:
             The [p, ...] temporal patches; the [b, n] index of each visual token among the tokens of
@@ -303,7 +303,7 @@ class Batches:
         grids[:, 0] *= frames
         sizes, pixels = np.asarray(backbone.num_tokens(grids)), join_images(patches)
         if self._is_shared:
-            num_patches, patch_tokens, num_tokens = bound
+            num_patches, patch_tokens, num_tokens = shape_bound
         else:
             num_patches = pad_patches(int(frames.sum()), videos.num_devices)
             patch_tokens = backbone.num_padded_tokens(pixels)

@@ -20,7 +20,7 @@ CONFIG = PolicyConfig(
 
 
 def temporary_bytes(function, num_tokens, limits):
-    """Compiles a selection from shapes alone, and returns the memory that it plans."""
+    """Compiles a selection from the shapes of its inputs, and returns the memory that it plans."""
     params = jax.eval_shape(
         lambda key: StepPrune(config=CONFIG).init_params(key), jax.random.key(0)
     )

@@ -1,4 +1,4 @@
-"""Training rows with videos: alone, and mixed with rows with images."""
+"""Training rows with videos, also mixed with rows with images."""
 
 import json
 
