@@ -28,7 +28,7 @@ options = f"""model_name=qwen3-vl-2b override_model_config=true skip_jax_distrib
     num_hidden_layers_for_vit=3 out_hidden_size_for_vit=512 deepstack_visual_indexes_for_vit=[0,1,2]
     base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2
     max_prefill_predict_length={PREFILL} max_target_length={PREFILL + NEW_WORDS}
-    per_device_batch_size=2"""
+    per_device_batch_size={2 / jax.device_count()}"""  # MaxText counts all devices
 config = maxtext.pyconfig.initialize(["", *options.split()])
 model = maxtext.from_config(config, devices=jax.devices()[:1], rngs=nnx.Rngs(0))
 structure, weights = nnx.as_pure(nnx.split(model))  # each trace merges variables of its own
