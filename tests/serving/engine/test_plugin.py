@@ -101,10 +101,9 @@ def expected_answers(model, setting, questions, positions):
     policy = load_policy(setting["policy"]) if "policy" in setting else None
     pruner = build_pruner(setting.get("pruner"), setting["budget"], policy=policy)
     options = RunOptions(MAX_TOKENS, positions)
-    return [
-        generate(model, [question.text], [list(question.images)], pruner, options=options)[0]
-        for question in questions
-    ]
+    texts = [question.text for question in questions]
+    images = [list(question.images) for question in questions]
+    return generate(model, texts, images, pruner, options=options)
 
 
 def write_questions(folder, sizes, max_images=2):
