@@ -200,6 +200,7 @@ def test_a_bad_setting_ends_vllm_with_one_line(setting, text, message):
     [
         ({"pruner": "fastv", "budget": 4}, "drops tokens between layers"),
         ({"pruner": "grid", "budget": 4000}, "budget"),
+        ({"pruner": "evs", "budget": 4}, "evs prunes videos only, and the plugin images only"),
     ],
 )
 def test_a_method_that_does_not_fit_the_model_is_refused(setting, fields, message):

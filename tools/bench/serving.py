@@ -222,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="number of requests, at least 1.5 per client",
     )
     add("--tokens", type=integer_from(1), default=16, help="length limit of answers")
+    names = [mode.name for mode in MODES]
+    add("--modes", nargs="+", choices=names, default=names, help="modes to measure")
     flags = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="serving-"))
     try:
@@ -264,14 +266,15 @@ def _measure(engine: Vllm, plugin: Vllm, server_address: str, flags: argparse.Na
         sizes = {"clients": clients, "requests": requests, "tokens": flags.tokens}
         return asyncio.run(measure_load(*target, mode, **sizes, seed=seed))
 
-    for mode in MODES:
+    modes = [mode for mode in MODES if mode.name in flags.modes]
+    for mode in modes:
         for size in (1, 2, 4, 8) if mode.has_server or mode.has_plugin else (1,):
             run(mode, size, size, size)
     print("| | clients | requests | requests/s | first token p50 s | p99 s | tokens kept |")
     print(f"|{' --- |' * 7}", flush=True)
     for number in flags.clients:
         total = max(flags.requests, 3 * number // 2)
-        for mode in MODES:
+        for mode in modes:
             rate, median, late, kept = run(mode, number, total, 1000 + number)
             cells = f"{rate:.2f} | {median:.2f} | {late:.2f} | {kept:.1f}"
             print(f"| {mode.name} | {number} | {total} | {cells} |", flush=True)

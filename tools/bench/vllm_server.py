@@ -67,7 +67,7 @@ class Vllm:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 300) -> "Vllm":
+    def wait(self, seconds: float = 900) -> "Vllm":
         """Waits until the server is healthy."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.is_alive:

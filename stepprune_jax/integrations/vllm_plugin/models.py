@@ -50,7 +50,7 @@ from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 # Families whose answers equal the answers of `generate` in the tests with vLLM.
-_TESTED_FAMILIES = ("qwen2_5_vl",)
+_TESTED_FAMILIES = ("qwen2_5_vl", "llava")
 
 
 def make_selector(vllm_config: Any) -> ImageSelector:

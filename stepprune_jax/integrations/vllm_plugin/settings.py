@@ -81,6 +81,8 @@ class PluginSettings:
             )
         if pruner.reads_words:
             raise UserError(f"{pruner.name} reads the words of a question, and the plugin its ids")
+        if pruner.keeps_images:
+            raise UserError(f"{pruner.name} prunes videos only, and the plugin images only")
         pruner.taps(config)  # raises if the model's tower lacks what the method reads
 
 

@@ -30,9 +30,6 @@ from stepprune_jax.testing import tiny_tokenizer
 from tools.bench import vllm_server
 from tools.bench.vllm_server import Vllm
 
-LLAVA = pytest.param(
-    "llava", marks=pytest.mark.xfail(reason="answers with all tokens differ", strict=True)
-)
 PROGRAM = os.path.join(os.path.dirname(__file__), "plugin_process.py")
 MAX_TOKENS = 12
 NUM_PROMPTS = 24
@@ -79,8 +76,9 @@ def ask_vllm(tmp_path, folder, runs, **engine):
             check=False,
             timeout=4 * PATIENCE,
         )
-    assert answers_file.is_file(), log.read_text()[-4000:]
-    return json.loads(answers_file.read_text())
+    answers = json.loads(answers_file.read_text()) if answers_file.is_file() else []
+    assert len(answers) == len(runs), log.read_text()[-4000:]
+    return answers
 
 
 def as_prompt(model, question):
@@ -101,10 +99,9 @@ def expected_answers(model, setting, questions, positions):
     policy = load_policy(setting["policy"]) if "policy" in setting else None
     pruner = build_pruner(setting.get("pruner"), setting["budget"], policy=policy)
     options = RunOptions(MAX_TOKENS, positions)
-    return [
-        generate(model, [question.text], [list(question.images)], pruner, options=options)[0]
-        for question in questions
-    ]
+    texts = [question.text for question in questions]
+    images = [list(question.images) for question in questions]
+    return generate(model, texts, images, pruner, options=options)
 
 
 def write_questions(folder, sizes, max_images=2):
@@ -154,7 +151,7 @@ def wide_llava_next(folder):
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", LLAVA, "llava_next"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "llava", "llava_next"])
 def family(request, tmp_path_factory, wide_llava, wide_qwen):
     """The folder of a model, sizes of images that need no resizing, and methods with budgets."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -173,7 +170,8 @@ def family(request, tmp_path_factory, wide_llava, wide_qwen):
     else:
         model, sizes = wide_llava_next(folder / "model"), [(48, 24), (24, 48), (48, 48)]
     settings = [{"pruner": "divprune", "budget": "1/3"}, {"pruner": "visionzip", "budget": 4}]
-    return model, sizes, [*settings, {"policy": str(policy), "budget": 5}], "compact"
+    # The policy keeps at most half of the nine tokens of a LLaVA-1.5.
+    return model, sizes, [*settings, {"policy": str(policy), "budget": 4}], "compact"
 
 
 def test_answers_equal_those_of_generate(family, tmp_path):
