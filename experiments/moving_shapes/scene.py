@@ -31,8 +31,8 @@ KINDS = (*COUNTED_KINDS, RING)
 # Pixels that a shape moves between two frames: columns, rows.
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
 FAMILIES = ("first", "way", "count", "before")
-# A shape's center starts and ends this far outside of the picture.
-_MARGIN = RADIUS
+# Part of a scene's seed, so that different splits never have the same scene.
+SPLITS = {"train": 0, "validation": 1, "test": 2, "pretrain": 3}
 _SPEEDS = (8.0, 12.0)
 # The first shape enters at least this many frames before the second.
 _LEAD = 3
@@ -163,7 +163,7 @@ def random_scene(rng: np.random.Generator) -> Scene:
 
 
 def _random_enter_frames(rng: np.random.Generator, count: int, latest: int) -> list[int]:
-    """Returns ascending frames in which shapes enter; the first enters clearly before the second."""
+    """Returns ascending frames in which shapes enter; the first is clearly ahead of the second."""
     first = int(rng.integers(0, latest - _LEAD + 1))
     others = rng.integers(first + _LEAD, latest + 1, count - 1)
     return [first, *sorted(others.tolist())]
