@@ -74,7 +74,7 @@ _SEEN_PATCHES = 4  # temporal patches of a clip that an update of the tower sees
 # Visual tokens that an update of the language model shows, with the fractions of updates; None
 # shows all tokens.
 _SHOWN = ((None, 0.25), (48, 0.45), (12, 0.3))
-_VALIDATION = 256  # clips that are left out of training
+_VALIDATION = 128  # clips that are left out of training
 
 
 class Stage(NamedTuple):
@@ -478,7 +478,10 @@ class Run(NamedTuple):
                     token = self.tokenizer.convert_tokens_to_ids(form)
                     if token != self.tokenizer.unk_token_id:
                         embedding[token] = vector
-        language = params["language"] | {"embed": {"embedding": jnp.asarray(embedding)}}
+        # Wide embeddings would make the first logits too large.
+        norm = {"scale": 0.25 * params["language"]["norm"]["scale"]}
+        embed = {"embedding": jnp.asarray(embedding)}
+        language = params["language"] | {"embed": embed, "norm": norm}
         parts = {part: state.trained[part] for part in _TOWER}
         return jax.device_get(params | parts | {"language": language})
 
