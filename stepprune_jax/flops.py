@@ -99,7 +99,8 @@ def policy_flops(
     history_rows = config.steps(n)  # rows allocated for the history; unused rows are masked
     if exact:  # the budget is rounded up to a bucket, so that budgets share compiled programs
         history_rows = choose_bucket(min(kept, history_rows), bucket_ladder(history_rows))
-    has_tables = table_bytes(config, num_slots) <= MAX_TABLE_BYTES
+    has_pairs = tabulates_pairs(num_slots, history_rows)
+    has_tables = not has_pairs or table_bytes(config, num_slots) <= MAX_TABLE_BYTES
     if has_tables:
         table_flops, step_flops = _table_loop_flops(config, n, history_rows, group)
         num_steps = math.ceil(num_selected / group)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from stepprune_jax.data.image_files import existing_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import parse_conversation
+from stepprune_jax.user_input import require
 
 
 class Sample(NamedTuple):
@@ -30,7 +31,8 @@ def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]
     samples = []
     for index, entry in enumerate(read_json_list(file, "sample")):
         location = f"{file}: sample {index}"
-        image, turns = parse_conversation(entry, location)
+        image, turns, video = parse_conversation(entry, location)
+        require(video is None, f'{location}: "video" is not followed, expected "image"')
         if turns:
             path = None if image is None else existing_image(image_root, image, location)
             samples.append(Sample(path, turns, index))

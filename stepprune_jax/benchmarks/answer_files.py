@@ -82,8 +82,13 @@ def digest(texts: Sequence[str]) -> str:
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """Returns a digest of the ids and messages of questions. It does not cover the images."""
-    return digest([f"{question.question_id} {question.text}" for question in questions])
+    """Returns a digest of the ids and messages of questions, and of the sampling of their videos.
+
+    The digest does not cover the images.
+    """
+    return digest(
+        [f"{question.question_id} {question.text}{question.sampling}" for question in questions]
+    )
 
 
 class AnswerFile(NamedTuple):

@@ -37,6 +37,13 @@ class BenchmarkQuestion(NamedTuple):
     video: Any = None
 
     @property
+    def sampling(self) -> str:
+        """Describes the frames of the video that answers depend on; "" for the model's own rate."""
+        if self.video is None or (self.video.fps is None and self.video.num_frames is None):
+            return ""
+        return f" fps={self.video.fps} num_frames={self.video.num_frames}"
+
+    @property
     def key(self) -> tuple[str, str]:
         """Id and prompt, which together identify a question in a benchmark and in answer lines."""
         return str(self.question_id), self.prompt

@@ -55,6 +55,7 @@ from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.qwen2_5_vl.videos import MAX_CLIP_TOKENS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.user_input import expect
@@ -65,6 +66,7 @@ _SAVED_FLAGS = (
     "weights",
     "policy_dtype",
     "decoder_layers",
+    "frames",
     "text",
     "new_tokens",
     "rounds",
@@ -124,16 +126,37 @@ def _read_flags(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], Ru
     config = backbone.config
     options = RunOptions(flags.new_tokens + 1, execution=Execution(attention=flags.attention))
     options.execution.check_backend()
-    names = flags.rows or default_rows(config)
-    rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+    num_patches = count_patches(backbone, flags.frames)
+    names = flags.rows or default_rows(config, num_patches)
+    rows = read_rows(
+        names, config, flags.decoder_layers, flags.policy_dtype, num_patches=num_patches
+    )
     limit = config.text.max_positions
     expect("--new_tokens", flags.new_tokens, flags.new_tokens < limit, f"less than {limit}")
-    num_visual = config.max_image_tokens
+    num_visual = config.max_image_tokens * max(1, num_patches)
     max_kept = max(row.pruner.schedule(config, num_visual).bound for row in rows)
     max_text = backbone.CONTEXT_LIMIT - max_kept
     expected = f"at most {max_text}: the model's context also has the visual tokens of each row"
     expect("--text", flags.text, flags.text <= max_text, expected)
     return backbone, rows, options
+
+
+def count_patches(backbone: Backbone, num_frames: int | None) -> int:
+    """Returns the number of temporal patches of a video of `num_frames` frames; 0 for None.
+
+    Raises:
+        UserError: the model reads no videos, or the video has more tokens than a model may read.
+    """
+    if num_frames is None:
+        return 0
+    config = backbone.config
+    reads_videos = config.sizes_vary and not config.is_tiled
+    expect("--frames", num_frames, reads_videos, "no value: this model reads images only")
+    num_patches = -(-num_frames // config.vision.temporal_patch_size)
+    max_patches = MAX_CLIP_TOKENS // config.max_image_tokens
+    expected = f"at most {max_patches * config.vision.temporal_patch_size} of these --tokens"
+    expect("--frames", num_frames, num_patches <= max_patches, expected)
+    return num_patches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     leaves = jax.tree.leaves(abstract_weights)
     weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if flags.dry_run:
-        _print_operations(backbone, rows, flags.text)
+        _print_operations(backbone, rows, flags.text, count_patches(backbone, flags.frames))
         print(f"weights in {flags.dtype}, {flags.weights}: {weights_bytes / 2**30:.2f} GiB")
         return 0
     json_file, failures, first_answers = file_to_write("--json", flags.json), {}, {}
@@ -183,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     bench = Bench(model, options, flags.rounds)
     for batch_size in flags.batch:
-        batch = measure.random_batch(backbone, batch_size, flags.text)
+        num_patches = count_patches(backbone, flags.frames)
+        batch = measure.random_batch(backbone, batch_size, flags.text, num_patches)
         _measure_rows(bench, rows, batch, report, json_file)
     for process_kind, seconds in first_answers.items():
         phases = ", ".join(f"{phase} {value:.3g} s" for phase, value in seconds.items())
@@ -192,9 +216,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failures))
 
 
-def _print_operations(backbone: Backbone, rows: Sequence[BenchRow], num_text_tokens: int) -> None:
-    """Prints a table with the operations of each row by formula, for one prompt with one image."""
-    batch = measure.random_batch(backbone, 1, num_text_tokens)
+def _print_operations(
+    backbone: Backbone, rows: Sequence[BenchRow], num_text_tokens: int, num_patches: int
+) -> None:
+    """Prints a table with the operations of each row by formula, for one prompt.
+
+    Args:
+        backbone: the model.
+        rows: the rows.
+        num_text_tokens: number of text tokens of the prompt.
+        num_patches: number of temporal patches of its video; 0 for one image.
+    """
+    batch = measure.random_batch(backbone, 1, num_text_tokens, num_patches)
     tflops_by_row = {row.name: measure.count_tflops(backbone, row, batch) for row in rows}
     stages = tflops_by_row[rows[0].name]
     header = ["row", *(f"{stage}, TFLOPs" for stage in stages), "all"]
@@ -272,6 +305,7 @@ def _measure_first_answers(flags: argparse.Namespace, row_name: str) -> dict[str
         report_file = Path(folder, "result.json")
         copied_flags = ("model", "tokens", "attention", *_SAVED_FLAGS)
         values = {name: getattr(flags, name) for name in copied_flags}
+        values = {name: value for name, value in values.items() if value is not None}
         values |= {"json": report_file, "rows": row_name, "batch": flags.batch[0], "rounds": 1}
         command_line = [sys.executable, "-m", "stepprune_jax.efficiency"]
         for name, value in values.items():

@@ -290,7 +290,8 @@ def _print_json(job: _Job, trace_file: str | None) -> Answer:
         "compile_ms": 1000 * times.compiling,
         "tokens_per_s": times.tokens_per_s,
     }
-    print(json.dumps(job.settings | answer._asdict() | measurements))
+    fields = answer._asdict() | {"kept_per_patch": answer.kept_per_patch}
+    print(json.dumps(job.settings | fields | measurements))
     return answer
 
 

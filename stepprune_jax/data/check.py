@@ -1,8 +1,8 @@
 """Checks a data folder before training: `stepprune-check DIR`.
 
 Reads the training file `train.json`, and for each existing split its questions and answers. Decodes
-every image that these files name. Faults are malformed entries and unreadable images. Notes are
-about images that only some models or settings accept.
+every image and a few frames of every video that these files name. Faults are malformed entries and
+unreadable images or videos. Notes are about images that only some models or settings accept.
 """
 
 import concurrent.futures
@@ -18,14 +18,22 @@ from stepprune_jax.data.images import MAX_ASPECT, is_shown_otherwise, open_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import parse_conversation, read_answers, read_questions
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
+from stepprune_jax.data.videos import Video, open_video
 from stepprune_jax.user_input import UserError, local_path
 
 # A split consists of the files `SPLIT.jsonl` (questions) and `SPLIT_answers.jsonl`.
 SPLITS = ("validation", "test")
 
 
+class Medium(NamedTuple):
+    """An image or a video of a data folder."""
+
+    path: Path
+    is_video: bool
+
+
 class CheckResult(NamedTuple):
-    """Result of checking one file, or all images. The command prints one block per result.
+    """Result of checking one file, all images or all videos. The command prints a block for each.
 
     Attributes:
         name: name of the file, or of the image folder.
@@ -43,72 +51,77 @@ class CheckResult(NamedTuple):
 
 
 def check_folder(folder: str | Path) -> list[CheckResult]:
-    """Checks all files of a data folder and decodes the images that they name.
+    """Checks all files of a data folder, and decodes the images and videos that they name.
 
     Args:
         folder: folder with `train.json` or files of splits, and with `images/`.
 
     Returns:
-        One result per existing file, followed by one result for all images.
+        One result per existing file, one result for all images, and one for all videos.
 
     Raises:
         FileNotFoundError: the folder has neither a training file nor a file of a split.
     """
     folder = local_path(folder)
     results: list[CheckResult] = []
-    image_paths: set[Path] = set()
+    media: set[Medium] = set()
     # `lexists` also finds a folder or a broken link with the name of a file. Reading it then gives
     # a fault, where `exists` would skip it silently.
     if os.path.lexists(folder / TRAIN_FILE):
-        result, sample_images = _check_training_file(folder)
+        result, sample_media = _check_training_file(folder)
         results.append(result)
-        image_paths |= sample_images
+        media |= sample_media
     for split in SPLITS:
         # Answers without questions are a fault, so either file is enough to check the split.
         files = (folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl")
         if any(map(os.path.lexists, files)):
-            split_results, question_images = _check_split(folder, split)
+            split_results, question_media = _check_split(folder, split)
             results += split_results
-            image_paths |= question_images
+            media |= question_media
     if not results:
         names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
         raise FileNotFoundError(f"{folder} has no file to check, expected some of {names}")
-    return [*results, _check_images(folder / IMAGES, sorted(image_paths))]
+    images = sorted(medium.path for medium in media if not medium.is_video)
+    videos = sorted(medium.path for medium in media if medium.is_video)
+    results.append(_check_images(folder / IMAGES, images))
+    return [*results, _check_videos(videos)] if videos else results
 
 
-def _check_training_file(folder: Path) -> tuple[CheckResult, set[Path]]:
+def _check_training_file(folder: Path) -> tuple[CheckResult, set[Medium]]:
     """Checks every sample of a folder's training file.
 
     Returns:
-        The result with one fault per malformed sample, and the paths of existing images.
+        The result with one fault per malformed sample, and the existing images and videos.
     """
     file = folder / TRAIN_FILE
     faults: list[str] = []
-    image_paths: set[Path] = set()
+    media: set[Medium] = set()
     try:
         samples = read_json_list(file, "sample")
     except (OSError, UserError) as error:
-        return CheckResult(TRAIN_FILE, 0, "samples", [str(error)]), image_paths
+        return CheckResult(TRAIN_FILE, 0, "samples", [str(error)]), media
     for sample_index, sample in enumerate(samples):
         place = f"{file}: sample {sample_index}"
         try:
-            image_name = parse_conversation(sample, place).image
-            if image_name is not None:
-                image_paths.add(existing_image(folder / IMAGES, image_name, place))
+            conversation = parse_conversation(sample, place)
+            for kind, name in (("image", conversation.image), ("video", conversation.video)):
+                if name is not None:
+                    path = existing_image(folder / IMAGES, name, place, kind)
+                    media.add(Medium(path, is_video=kind == "video"))
         except (OSError, UserError) as error:
             faults.append(str(error))
     num_valid = len(samples) - len(faults)
-    return CheckResult(TRAIN_FILE, num_valid, "samples", faults), image_paths
+    return CheckResult(TRAIN_FILE, num_valid, "samples", faults), media
 
 
-def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], set[Path]]:
+def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], set[Medium]]:
     """Checks the question file and the answer file of a split.
 
     Reading stops at the first fault of a file. Answers are matched to questions, so a question file
     with a fault leaves the answers unchecked.
 
     Returns:
-        One result per file that was read, and the paths of the questions' images.
+        One result per file that was read, and the images and videos of the questions.
     """
     question_file, answer_file = folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl"
     try:
@@ -121,7 +134,34 @@ def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], set[Path]
         results.append(CheckResult(answer_file.name, len(answers), "answers", []))
     except (OSError, UserError) as error:
         results.append(CheckResult(answer_file.name, 0, "answers", [str(error)]))
-    return results, {question.image for question in questions}
+    return results, {Medium(question.image, question.video is not None) for question in questions}
+
+
+def _check_video(path: Path) -> str:
+    """Decodes the first, the middle and the last frame of a video.
+
+    Returns:
+        Why the video cannot be read, or "".
+    """
+    try:
+        frames = open_video(Video(path))
+        last_index = len(frames.times) - 1
+        for _ in frames.read(np.unique([0, last_index // 2, last_index])):
+            pass
+    except (OSError, UserError, MemoryError) as error:
+        return str(error) or f"{path} needs more memory than is available"
+    return ""
+
+
+def _check_videos(paths: Sequence[Path]) -> CheckResult:
+    """Reads the times of all frames of videos, and decodes a few frames of each, in parallel.
+
+    Raises:
+        MissingPackageError: PyAV is not installed.
+    """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        faults = list(filter(None, pool.map(_check_video, paths)))
+    return CheckResult("videos", len(paths) - len(faults), "videos read", faults)
 
 
 class _ImageCheck(NamedTuple):

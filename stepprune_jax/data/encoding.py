@@ -16,6 +16,7 @@ from stepprune_jax.data.prompts import (
     start_tokens,
     user_words,
 )
+from stepprune_jax.data.videos import ClipShape
 from stepprune_jax.user_input import UserError
 
 # Label of a token that is not supervised.
@@ -69,12 +70,15 @@ class ConversationEncoder:
             must be a prefix of the prompt of all turns, as for
             `models.backbone.Backbone.conversation`.
         vocab_size: vocabulary size of the model, the limit of all ids.
+        place_videos: (prompt, shape of the video of each image mark, None for an image) -> the
+            prompt with the marks of the temporal patches, as `models.backbone.Backbone`.
     """
 
     tokenizer: Any
     place_images: Callable[[str, int], str]
     conversation: Callable[[Sequence[str | None]], str]
     vocab_size: int = 1 << 31
+    place_videos: Callable[[str, Sequence[Any]], str] | None = None
 
     def check(self) -> None:
         """Raises a ValueError if the tokenizer does not return the offsets of its tokens."""
@@ -84,7 +88,9 @@ class ConversationEncoder:
                 "fast one (with tokenizer.json)"
             )
 
-    def encode(self, turns: Sequence[str], num_images: int) -> EncodedConversation:
+    def encode(
+        self, turns: Sequence[str], num_images: int, clip: ClipShape | None = None
+    ) -> EncodedConversation:
         """Encodes a conversation.
 
         The ids equal the ids of `tokenize_with_images` for the family's prompt. The text of each
@@ -94,24 +100,31 @@ class ConversationEncoder:
         Args:
             turns: turns that alternate from the user's first to the assistant's last.
             num_images: number of images. They come first unless the turns have image marks.
+            clip: the shape of the video that the only image mark stands for; None for images.
 
         Returns:
-            The encoded conversation.
+            The encoded conversation. A video of Qwen3-VL has an `IMAGE_TOKEN` for each temporal
+            patch.
 
         Raises:
             ValueError: the number of image marks is wrong, or the tokenizer returns no offsets or
                 belongs to another model.
         """
-        return self.encode_all([turns], num_images)[0]
+        return self.encode_all([turns], num_images, [clip])[0]
 
     def encode_all(
-        self, conversations: Sequence[Sequence[str]], num_images: int
+        self,
+        conversations: Sequence[Sequence[str]],
+        num_images: int,
+        clips: Sequence[ClipShape | None] | None = None,
     ) -> list[EncodedConversation]:
         """Encodes several conversations with one parallel call of the tokenizer.
 
         Args:
             conversations: turns of each conversation, as in `encode`.
             num_images: number of images of each conversation.
+            clips: for each conversation the shape of its video, None for images; None if no
+                conversation has a video.
 
         Returns:
             The encoded conversations, as in `encode`.
@@ -120,9 +133,16 @@ class ConversationEncoder:
             ValueError: as in `encode`.
         """
         self.check()
-        prompts_and_masks = [self._write_prompt(turns, num_images) for turns in conversations]
-        # Each prompt is split at its image marks into `num_images + 1` pieces of text.
-        prompt_pieces = [split_at_images(prompt, num_images) for prompt, _ in prompts_and_masks]
+        clips = clips or [None] * len(conversations)
+        prompts_and_masks = [
+            self._write_prompt(turns, num_images, clip)
+            for turns, clip in zip(conversations, clips, strict=True)
+        ]
+        # Each prompt is split at its marks into one more piece of text than it has marks.
+        prompt_pieces = [
+            split_at_images(prompt, num_images if clip is None else None)
+            for (prompt, _), clip in zip(prompts_and_masks, clips, strict=True)
+        ]
         user_texts = [user_words(turns) for turns in conversations]
         with TOKENIZER_LOCK:
             tokens = self.tokenizer(
@@ -136,9 +156,10 @@ class ConversationEncoder:
             ).input_ids
             start_ids = start_tokens(self.tokenizer)
         check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
-        encoded, num_pieces = [], num_images + 1
+        encoded, first_piece = [], 0
         for i, (pieces, (_, mask)) in enumerate(zip(prompt_pieces, prompts_and_masks, strict=True)):
-            span = slice(i * num_pieces, (i + 1) * num_pieces)
+            span = slice(first_piece, first_piece + len(pieces))
+            first_piece += len(pieces)
             piece_ids = tokens.input_ids[span]
             piece_labels = _label_tokens(pieces, piece_ids, tokens.offset_mapping[span], mask)
             encoded.append(
@@ -151,25 +172,35 @@ class ConversationEncoder:
             )
         return encoded
 
-    def _write_prompt(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
+    def _write_prompt(
+        self, turns: Sequence[str], num_images: int, clip: ClipShape | None
+    ) -> tuple[str, bytearray]:
         """Writes a conversation as a prompt.
 
         Args:
             turns: turns that alternate from the user's first to the assistant's last.
             num_images: number of images.
+            clip: the shape of the video that the only image mark stands for; None for images.
 
         Returns:
             The prompt with its image marks, and a mask with one byte per character: 1 for the
             characters of answers, which are supervised, and 0 for all other characters.
         """
+
+        def write(turns: Sequence[str]) -> str:
+            prompt = self.conversation(turns)
+            if clip is None or self.place_videos is None:
+                return prompt
+            return self.place_videos(prompt, [clip])
+
         first_turn, *other_turns = turns
         turns = [self.place_images(first_turn, num_images), *other_turns]
-        prompt = self.conversation(turns)
+        prompt = write(turns)
         mask = bytearray(len(prompt))
         for turn_index in range(1, len(turns), 2):
             # The prompt of the turns before an answer ends where the answer starts.
-            start = len(self.conversation(turns[:turn_index]))
-            stop = len(self.conversation(turns[: turn_index + 1]))
+            start = len(write(turns[:turn_index]))
+            stop = len(write(turns[: turn_index + 1]))
             mask[start:stop] = b"\1" * (stop - start)
         return prompt, mask
 

@@ -16,22 +16,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from tqdm import tqdm, trange
 
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.data.videos import ClipShape
 from stepprune_jax.user_input import UserError, naming
 
 # Part of the cached file's name. It must change with the format or meaning of an index.
-_FORMAT_VERSION = 6
+_FORMAT_VERSION = 7
 # Conversations tokenised in one call: enough for all processor cores, few enough for a smooth bar.
 _ROWS_PER_CALL = 256
 
 # Values of `Index.problem`.
-USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NO_TURNS = range(5)
+USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NO_TURNS, UNREADABLE = range(6)
 
 
 class Samples(NamedTuple):
@@ -81,17 +83,26 @@ class Index(NamedTuple):
     A pair is a question of a conversation and its answer.
 
     Attributes:
-        names: names of the distinct images, as in the file.
+        names: names of the i distinct images and videos, as in the file.
         sample: [r] index of the row's sample in the file.
         first: [r] index of the row's first pair in the sample.
         pair: [r] index of the row's last pair in the sample. Its answer is supervised.
-        image: [r] index of the row's image in `names`; -1 without an image.
-        problem: [r] `USABLE`, or the reason why the row cannot be trained on. `TEXT_ONLY`: no
-            image. `MALFORMED`: the sample has a fault. `NO_ANSWER`: the context ends before the
-            answer. `NO_TURNS`: the sample has only a message that is dropped.
-        ids: [r] number of token ids, with one id for the image.
+        image: [r] index of the row's image or video in `names`; -1 without one.
+        problem: [r] `USABLE`, or the reason why the row cannot be trained on. `TEXT_ONLY`: no image
+            and no video. `MALFORMED`: the sample has a fault. `NO_ANSWER`: the context ends before
+            the answer. `NO_TURNS`: the sample has only a message that is dropped. `UNREADABLE`: the
+            video cannot be read.
+        ids: [r] number of token ids. An image has one id. A video has one, or one for each temporal
+            patch.
         text: [r] number of token ids of the user's text, which the policy reads.
         targets: [r] number of supervised tokens within the context.
+        marks: [r] number of ids of the row's image or video.
+        is_video: [i] 1 for a video, 0 for an image.
+        patches: [i] number of temporal patches of each video; 0 for an image, and for a video that
+            is missing or unreadable.
+        grid: [i, 2] rows and columns of the visual tokens of a temporal patch; 0 for an image.
+        stamp: [i] size and time of each video file, from `file_stamp`; 0 for an image.
+        times: [p] times of the temporal patches of all videos in seconds, one video after another.
     """
 
     names: tuple[str, ...]
@@ -103,6 +114,29 @@ class Index(NamedTuple):
     ids: Int[np.ndarray, " r"]
     text: Int[np.ndarray, " r"]
     targets: Int[np.ndarray, " r"]
+    marks: Int[np.ndarray, " r"]
+    is_video: Int[np.ndarray, " i"]
+    patches: Int[np.ndarray, " i"]
+    grid: Int[np.ndarray, "i 2"]
+    stamp: Int[np.ndarray, " i"]
+    times: Float[np.ndarray, " p"]
+
+    @property
+    def clips(self) -> list[ClipShape | None]:
+        """For each of `names`, the shape of the video; None for an image or an unreadable video."""
+        stops = np.cumsum(self.patches)
+        return [
+            ClipShape(tuple(self.times[stop - count : stop].tolist()), tuple(grid))
+            if count
+            else None
+            for stop, count, grid in zip(
+                stops.tolist(), self.patches.tolist(), self.grid.tolist(), strict=True
+            )
+        ]
+
+    def kind(self, row_index: int) -> str:
+        """Returns "video" or "image", the name of the field that names the row's file."""
+        return "video" if self.is_video[self.image[row_index]] else "image"
 
 
 def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
@@ -122,7 +156,7 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
         ValueError: a sample is malformed.
     """
     rows: list[tuple[int, int, int, int, int]] = []  # the fields from `sample` to `problem`
-    image_indices: dict[str, int] = {}
+    image_indices: dict[tuple[str, bool], int] = {}  # by name, and whether it is a video
     sample_indices = trange(
         len(samples.entries), desc="checking samples", unit="sample", disable=None
     )
@@ -134,11 +168,12 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
                 raise
             rows.append((sample_index, 0, 0, -1, MALFORMED))
             continue
-        if conversation.image is None or not conversation.turns:
-            problem = NO_TURNS if conversation.image else TEXT_ONLY
-            rows.append((sample_index, 0, 0, -1, problem))
+        name = conversation.image or conversation.video
+        if name is None or not conversation.turns:
+            rows.append((sample_index, 0, 0, -1, NO_TURNS if name else TEXT_ONLY))
             continue
-        image_index = image_indices.setdefault(conversation.image, len(image_indices))
+        key = name, conversation.video is not None
+        image_index = image_indices.setdefault(key, len(image_indices))
         num_pairs = len(conversation.turns) // 2
         if split_turns:
             rows += [(sample_index, pair, pair, image_index, USABLE) for pair in range(num_pairs)]
@@ -146,24 +181,38 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
             # The seed is the sample's index, so all hosts choose the same pair.
             last_pair = random.Random(sample_index).randrange(num_pairs)
             rows.append((sample_index, 0, last_pair, image_index, USABLE))
-    token_counts = np.zeros((3, len(rows)), np.int32)
-    return Index(tuple(image_indices), *np.array(rows, np.int32).T, *token_counts)
+    token_counts = np.zeros((4, len(rows)), np.int32)
+    num_images = len(image_indices)
+    return Index(
+        tuple(name for name, _ in image_indices),
+        *np.array(rows, np.int32).T,
+        *token_counts,
+        is_video=np.array([is_video for _, is_video in image_indices], np.int32),
+        patches=np.zeros(num_images, np.int32),
+        grid=np.zeros((num_images, 2), np.int32),
+        stamp=np.zeros(num_images, np.int64),
+        times=np.zeros(0),
+    )
 
 
 def measure(
-    index: Index, samples: Samples, encoder: ConversationEncoder, context_ids: int
+    index: Index,
+    samples: Samples,
+    encoder: ConversationEncoder,
+    max_ids: Callable[[int, ClipShape | None], int],
 ) -> Index:
     """Tokenises every usable row, and returns the index with token counts.
 
     Args:
-        index: result of `scan`.
+        index: result of `scan`, with the shapes of videos.
         samples: the training file.
         encoder: the model's encoder of conversations.
-        context_ids: number of ids after which a row is truncated. A row without supervised tokens
-            before this limit becomes `NO_ANSWER`.
+        max_ids: (number of ids of the image or video, shape of the video or None) -> number of ids
+            after which a row is truncated. A row without supervised tokens before this limit
+            becomes `NO_ANSWER`.
     """
-    num_rows = len(index.sample)
-    num_ids, num_text_ids, num_targets = np.zeros((3, num_rows), np.int32)
+    num_rows, clips = len(index.sample), index.clips
+    num_ids, num_text_ids, num_targets, num_marks = np.zeros((4, num_rows), np.int32)
     usable_rows = np.flatnonzero(index.problem == USABLE)
     with tqdm(total=len(usable_rows), desc="counting tokens", unit="row", disable=None) as bar:
         for start in range(0, len(usable_rows), _ROWS_PER_CALL):
@@ -175,15 +224,20 @@ def measure(
                 strict=True,
             )
             conversations = [samples.turns(*span) for span in spans]
-            all_encoded = encoder.encode_all(conversations, num_images=1)
-            for row, encoded in zip(rows, all_encoded, strict=True):
+            row_clips = [clips[image] for image in index.image[rows].tolist()]
+            all_encoded = encoder.encode_all(conversations, 1, row_clips)
+            for row, encoded, clip in zip(rows, all_encoded, row_clips, strict=True):
+                num_marks[row] = encoded.ids.count(IMAGE_TOKEN)
+                context_ids = max_ids(int(num_marks[row]), clip)
                 labels = np.array(last_answer(encoded.labels)[:context_ids])
                 num_ids[row], num_text_ids[row] = len(encoded.ids), len(encoded.text)
                 num_targets[row] = np.count_nonzero(labels != IGNORE)
             bar.update(len(rows))
     has_no_answer = (index.problem == USABLE) & (num_targets == 0)
     problem = np.where(has_no_answer, NO_ANSWER, index.problem)
-    return index._replace(problem=problem, ids=num_ids, text=num_text_ids, targets=num_targets)
+    return index._replace(
+        problem=problem, ids=num_ids, text=num_text_ids, targets=num_targets, marks=num_marks
+    )
 
 
 def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: object) -> Path:
@@ -233,5 +287,5 @@ def load_index(path: Path) -> Index | None:
         names = tuple(json.loads(arrays.pop("names").tobytes()))
     except Exception:  # a damaged file may raise any type of error
         return None
-    are_integers = all(array.dtype.kind in "iu" for array in arrays.values())
-    return Index(names=names, **arrays) if are_integers else None
+    are_numbers = all(array.dtype.kind in "iuf" for array in arrays.values())
+    return Index(names=names, **arrays) if are_numbers else None

@@ -38,12 +38,14 @@ class Conversation(NamedTuple):
     Attributes:
         image: name of the image as in the file, or None for a conversation without an image.
         turns: texts of the user and the assistant in turn, from the user's first text to an answer,
-            without image marks. Empty if the entry has only a first message of the assistant,
-            which is dropped.
+            without marks of images and videos. Empty if the entry has only a first message of the
+            assistant, which is dropped.
+        video: name of the video as in the file, or None for a conversation without a video.
     """
 
     image: str | None
     turns: tuple[str, ...]
+    video: str | None = None
 
 
 class Question(NamedTuple):
@@ -67,8 +69,8 @@ class Question(NamedTuple):
 def parse_conversation(entry: object, place: str) -> Conversation:
     """Parses one entry of a training file.
 
-    A first message of the assistant is dropped, as in LLaVA's training. The image belongs to the
-    first question, at any position of its mark.
+    A first message of the assistant is dropped, as in LLaVA's training. The image or video belongs
+    to the first question, at any position of its mark.
 
     Args:
         entry: a value of the file's JSON list.
@@ -82,10 +84,12 @@ def parse_conversation(entry: object, place: str) -> Conversation:
     """
     json_object = as_object(entry, place)
     _refuse_unsupported(json_object, place)
-    if json_object.get("video"):
-        raise UserError(f'{place}: "video" is not followed: policies are trained on images')
     image = image_name(json_object, place) if json_object.get("image") is not None else None
-    return Conversation(image, _read_turns(json_object, place, image is not None))
+    video = image_name(json_object, place, "video") if json_object.get("video") else None
+    require(image is None or video is None, f'{place}: has both "image" and "video"')
+    kind = "image" if video is None else "video"
+    has_medium = image is not None or video is not None
+    return Conversation(image, _read_turns(json_object, place, has_medium, kind), video)
 
 
 def read_questions(
@@ -188,16 +192,19 @@ def _is_nonempty_list(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0
 
 
-def _read_turns(json_object: Mapping[str, object], place: str, has_image: bool) -> tuple[str, ...]:
+def _read_turns(
+    json_object: Mapping[str, object], place: str, has_image: bool, kind: str
+) -> tuple[str, ...]:
     """Reads and checks the turns of a conversation.
 
     Args:
         json_object: the fields of an entry of a training file, by name.
         place: file and index of the entry, for messages.
-        has_image: whether the entry has an image.
+        has_image: whether the entry has an image or a video.
+        kind: "image" or "video". A video may have the mark of a video or of an image.
 
     Returns:
-        The turns without image marks, as in `Conversation`.
+        The turns without marks, as in `Conversation`.
 
     Raises:
         ValueError: the messages are malformed, do not alternate, or do not end with an answer.
@@ -214,6 +221,8 @@ def _read_turns(json_object: Mapping[str, object], place: str, has_image: bool) 
         is_role = functools.partial(operator.eq, role)
         field(message, "from", message_place, is_role, f'"{role}" here')  # raises for another role
         text = words(message, "value", message_place)
+        if kind == "video" and i % 2 == 0:
+            text = text.replace(_VIDEO_MARK, IMAGE_MARK)
         _check_image_mark(text, message_place, turn_index=i, has_image=has_image)
         turns.append(_remove_image_marks(text, "value", message_place))
     if len(turns) % 2:

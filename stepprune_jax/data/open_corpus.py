@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Int
 
+from stepprune_jax.data.clips import InspectFn, inspect_videos, video_stamps
 from stepprune_jax.data.corpus import Corpus, LengthLimits
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.image_files import (
@@ -23,6 +24,7 @@ from stepprune_jax.data.index import (
     NO_ANSWER,
     NO_TURNS,
     TEXT_ONLY,
+    UNREADABLE,
     USABLE,
     Index,
     Samples,
@@ -35,7 +37,8 @@ from stepprune_jax.data.index import (
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.model_answers import answers_identity, replace_answers
 from stepprune_jax.data.source import Source
-from stepprune_jax.user_input import UserError
+from stepprune_jax.data.videos import NoVideosError
+from stepprune_jax.user_input import UserError, naming
 
 
 def open_corpus(
@@ -44,12 +47,15 @@ def open_corpus(
     limits: LengthLimits,
     identity: str,
     log: Callable[[str], object],
+    *,
+    inspect: InspectFn | None = None,
+    processor: str = "",
 ) -> Corpus:
     """Reads a training file, and reports its contents and its skipped rows.
 
     Text-only samples are skipped, because they have nothing to prune. Missing images are reported
-    before any text is tokenised. Token counts are cached in `source.index_folder`, so the next run
-    with this file and tokenizer starts at once.
+    before any text is tokenised, and unreadable videos, too. Token counts are cached in
+    `source.index_folder`, so the next run with this file and tokenizer starts at once.
 
     Args:
         source: the training file with its folders, and the answers that replace the file's.
@@ -57,12 +63,15 @@ def open_corpus(
         limits: limits on the length of a row.
         identity: hash of the training file's contents.
         log: receives the lines of the report.
+        inspect: reads the times and sizes of a video's frames; None for files without videos.
+        processor: text that changes with the settings of the video processor.
 
     Returns:
         The usable rows.
 
     Raises:
         FileNotFoundError: an image is missing, and `source.data.missing` is "stop".
+        NoVideosError: the model reads no videos, and a row has one.
         ValueError: a sample is unusable, and `source.data.unusable` is "stop"; an image link leads
             out of its folder; or no row is usable.
     """
@@ -73,14 +82,18 @@ def open_corpus(
         entries = replace_answers(entries, source.answers)
         # The cached token counts depend on the answers.
         identity = f"{identity}-{answers_identity(source.answers)}"
-    path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
+    choices = split_turns, limits.ids, limits.context, *source.data.sampling, processor
+    path = index_path(source.index_folder, identity, encoder, *choices)
     samples = Samples(source.file, entries, encoder.conversation)
     cached_index = load_index(path)
+    if cached_index is not None and _has_stale_videos(cached_index, source):
+        cached_index = None
     index = cached_index or scan(samples, split_turns, skip_malformed)
     _refuse_unusable(index, samples, source, limits)
     is_missing = _find_missing_images(index, samples, source)
     if cached_index is None:
-        index = measure(index, samples, encoder, limits.ids)
+        index = _read_videos(index, is_missing, samples, source, inspect)
+        index = measure(index, samples, encoder, limits.max_ids)
         save_index(index, path)
         # The token counts also reveal rows whose answer starts after the context.
         _refuse_unusable(index, samples, source, limits)
@@ -88,7 +101,9 @@ def open_corpus(
     for line in _report_skipped_rows(index, is_missing, samples, split_turns, limits):
         log(line)
     if not len(usable_rows):
-        raise UserError(f"{source.file}: expected a sample with an image and an answer, got none")
+        raise UserError(
+            f"{source.file}: expected a sample with an image or a video and an answer, got none"
+        )
     corpus = Corpus(
         index,
         usable_rows,
@@ -96,10 +111,52 @@ def open_corpus(
         root=source.image_root,
         encoder=encoder,
         limits=limits,
+        sampling=source.data.sampling,
     )
     for line in _report_lengths(index, usable_rows, corpus, limits):
         log(line)
     return corpus
+
+
+def _has_stale_videos(index: Index, source: Source) -> bool:
+    """Returns whether a cached index must be rebuilt: a video changed, or one was unreadable."""
+    is_changed = np.any(video_stamps(index, source.image_root) != index.stamp)
+    return bool(is_changed or np.any(index.problem == UNREADABLE))
+
+
+def _read_videos(
+    index: Index,
+    is_missing: Bool[np.ndarray, " r"],
+    samples: Samples,
+    source: Source,
+    inspect: InspectFn | None,
+) -> Index:
+    """Reads the shapes of all videos; see `inspect_videos`.
+
+    Raises:
+        NoVideosError: the model reads no videos, and a row has one.
+        UserError: a video is unreadable, and `source.data.missing` is "stop".
+    """
+    # A row without an image has the image index -1, which selects the appended 0.
+    video_rows = np.flatnonzero(np.append(index.is_video, 0)[index.image])
+    if not len(video_rows):
+        return index
+    first_place, first_name = _locate_image(index, int(video_rows[0]), samples)
+    if inspect is None:
+        raise NoVideosError(f'{first_place}: "video" is {first_name!r}, expected images only')
+    with naming(f'{first_place}: "video"', NoVideosError):
+        index, errors = inspect_videos(
+            index, is_missing, source.image_root, source.data.sampling, inspect
+        )
+    if errors and source.data.missing == "stop":
+        row_index = int(np.flatnonzero(np.isin(index.image, list(errors)))[0])
+        place, _ = _locate_image(index, row_index, samples)
+        more = f", and {len(errors) - 1:,} more videos cannot be read" if len(errors) > 1 else ""
+        raise UserError(
+            f'{place}: "video": {errors[int(index.image[row_index])]}{more}; '
+            "config.data.missing = 'skip' skips such samples"
+        )
+    return index
 
 
 def _refuse_unusable(index: Index, samples: Samples, source: Source, limits: LengthLimits) -> None:
@@ -125,14 +182,19 @@ def _describe_problem(index: Index, row_index: int, samples: Samples, limits: Le
             samples.parse(sample_index)
         except UserError as error:
             return str(error)
+    clip = index.clips[index.image[row_index]]
+    visual = "" if clip is None else f" ({clip.num_tokens:,} of them of its video)"
+    remedy = (
+        "" if clip is None else "; config.data.num_frames or config.data.fps samples fewer frames"
+    )
     return (
-        f"{samples.place(sample_index)}: no answer within the first {limits.context} embeddings, "
-        "which data.context_limit allows"
+        f"{samples.place(sample_index)}: no answer within the first {limits.context} embeddings"
+        f"{visual}, which data.context_limit allows{remedy}"
     )
 
 
 def _find_missing_images(index: Index, samples: Samples, source: Source) -> Bool[np.ndarray, " r"]:
-    """Checks that the image files of all rows exist inside the image folder.
+    """Checks that the images and videos of all rows exist inside the image folder.
 
     Args:
         index: the r rows of the training file.
@@ -152,18 +214,23 @@ def _find_missing_images(index: Index, samples: Samples, source: Source) -> Bool
     outside_rows = np.flatnonzero(row_states == OUTSIDE)
     missing_rows = np.flatnonzero(row_states == MISSING)
     if len(outside_rows):
-        place, image_name = _locate_image(index, int(outside_rows[0]), samples)
+        row_index = int(outside_rows[0])
+        place, image_name = _locate_image(index, row_index, samples)
         raise ImagePathError(
-            f'{place}: "image": {image_name} is a link that leads out of {source.image_root}; if '
-            "this is intended, add its target folder to config.data.linked_folders"
+            f'{place}: "{index.kind(row_index)}": {image_name} is a link that leads out of '
+            f"{source.image_root}; if this is intended, add its target folder to "
+            "config.data.linked_folders"
         )
     if source.data.missing == "stop" and len(missing_rows):
-        place, image_name = _locate_image(index, int(missing_rows[0]), samples)
+        row_index = int(missing_rows[0])
+        place, image_name = _locate_image(index, row_index, samples)
         num_more = np.count_nonzero(image_states == MISSING) - 1
-        more = f", and {num_more:,} more images are missing" if num_more else ""
+        kinds = "images or videos" if index.is_video.any() else "images"
+        more = f", and {num_more:,} more {kinds} are missing" if num_more else ""
         raise FileNotFoundError(
-            f'{place}: "image": no file, or an empty one, at {source.image_root / image_name}'
-            f"{more}; config.data.missing = 'skip' skips such samples"
+            f'{place}: "{index.kind(row_index)}": no file, or an empty one, at '
+            f"{source.image_root / image_name}{more}; config.data.missing = 'skip' skips such "
+            "samples"
         )
     return row_states == MISSING
 
@@ -200,17 +267,23 @@ def _report_skipped_rows(
         return _describe_problem(index, row_index, samples, limits)
 
     no_answer = (index.problem == NO_ANSWER) & ~is_missing
+    num_videos = int(index.is_video.sum())
+    medium = "image or video" if num_videos else "image"
     # Rows to skip, the reason, and a function that describes the first of these rows.
     reasons: list[tuple[np.ndarray, str, Callable[[int], str] | None]] = [
         (index.problem == TEXT_ONLY, "text only, nothing to prune", None),
         (index.problem == NO_TURNS, "only a first message of the assistant", None),
-        (is_missing, "the image is missing", locate),
+        (is_missing, f"the {medium} is missing", locate),
+        (index.problem == UNREADABLE, "the video cannot be read", locate),
         (index.problem == MALFORMED, "malformed", describe),
         (no_answer, "no answer within the context", describe),
     ]
     num_questions = f", {len(index.sample):,} questions" if split_turns else ""
-    num_samples, num_images = len(samples.entries), len(index.names)
-    lines = [f"{samples.file}: {num_samples:,} samples{num_questions}, {num_images:,} images"]
+    num_samples, num_images = len(samples.entries), len(index.names) - num_videos
+    videos = f", {num_videos:,} videos" if num_videos else ""
+    lines = [
+        f"{samples.file}: {num_samples:,} samples{num_questions}, {num_images:,} images{videos}"
+    ]
     for is_skipped, reason, describe_row in reasons:
         skipped_rows = np.flatnonzero(is_skipped)
         if len(skipped_rows):
@@ -248,13 +321,19 @@ def _report_lengths(
 
     num_supervised_tokens = int(lengths.targets.sum(dtype=np.int64))
     # The image of a row has one id and `image_tokens` embeddings.
-    num_embeddings = lengths.ids + limits.image_tokens - 1
+    num_visual_tokens, visual = limits.image_tokens, f"{limits.image_tokens:,} of them visual"
+    if lengths.visual is not None:
+        num_visual_tokens = np.where(lengths.visual, lengths.visual, limits.image_tokens)
+        visual = f"up to {num_visual_tokens.max():,} of them visual"
+    num_marks = index.marks[usable_rows]
+    num_embeddings = lengths.ids + num_visual_tokens - num_marks
+    max_ids = limits.context - num_visual_tokens + num_marks
     return [
         f"  {len(usable_rows):,} rows to train on, {num_supervised_tokens:,} supervised tokens",
         summarize(
-            f"embeddings, {limits.image_tokens:,} of them visual",
+            f"embeddings, {visual}",
             num_embeddings,
-            count_truncated(index.ids[usable_rows], limits.ids, limits.context),
+            count_truncated(index.ids[usable_rows] - max_ids, 0, limits.context),
         ),
         summarize("supervised tokens", lengths.targets),
         summarize(

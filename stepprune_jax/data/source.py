@@ -15,6 +15,18 @@ REMEDIES = ("stop", "skip")
 LABELS, MODEL = "labels", "model"
 
 
+class VideoSampling(NamedTuple):
+    """The sampling of the frames of all videos of a data folder; see `data.videos.Video`.
+
+    Attributes:
+        fps: number of frames per second; None selects the rate of the model's video processor.
+        num_frames: number of frames of each video; None samples at a rate.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings, path="config.data"):
     """The group `data` of a configuration; see docs/training.md.
@@ -32,13 +44,16 @@ class DataSettings(Settings, path="config.data"):
         unusable: "stop" raises an error for a sample that cannot be trained on; "skip" skips it.
         split_turns: True makes each question of a conversation a row. False makes the conversation
             one row that ends with one of its answers, see `index.scan`.
-        stats_images: number of images for the feature statistics. 0 leaves the features of the
-            policy and the noise gate unstandardised.
+        fps: number of frames to sample of each video per second; None selects the rate of the
+            model's video processor, usually 2.
+        num_frames: number of frames to sample of each video; None samples at a rate.
+        stats_images: number of images and videos for the feature statistics. 0 leaves the features
+            of the policy and the noise gate unstandardised.
         length_multiple: prompts are padded to a multiple of this number of ids.
         length_group: number of batches whose rows are sorted by length together; 1 sorts nothing.
         context_limit: longest conversation in tokens, including visual tokens.
         policy_text_limit: number of tokens of the user's text that the policy reads.
-        cache_gb: memory for decoded images in gigabytes.
+        cache_gb: memory for decoded images in gigabytes, and as much again for decoded videos.
         threads: number of threads that build batches.
     """
 
@@ -52,6 +67,8 @@ class DataSettings(Settings, path="config.data"):
     missing: str = choice("stop", REMEDIES)
     unusable: str = choice("stop", REMEDIES)
     split_turns: bool = True
+    fps: float | None = setting(None, "a rate above 0, up to 240", lambda value: 0 < value <= 240)
+    num_frames: int | None = setting(None, "1 to 768", lambda value: 1 <= value <= 768)
     stats_images: int = count(1000, minimum=0)
     length_multiple: int = count(8)
     length_group: int = count(1)
@@ -59,6 +76,16 @@ class DataSettings(Settings, path="config.data"):
     policy_text_limit: int = count(512)
     cache_gb: float = setting(2.0, "0 to 1,000,000", lambda value: 0 <= value <= 1e6, free=True)
     threads: int = count(2, free=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_single = self.fps is None or self.num_frames is None
+        self.expect("fps", is_single, "None, because config.data.num_frames is set")
+
+    @property
+    def sampling(self) -> VideoSampling:
+        """The sampling of the frames of videos."""
+        return VideoSampling(self.fps, self.num_frames)
 
 
 class Source(NamedTuple):

@@ -86,6 +86,30 @@ class Video:
         return "video", key, self.fps, self.num_frames
 
 
+class NoVideosError(UserError):
+    """Raised for a video if the model reads images only."""
+
+
+class ClipShape(NamedTuple):
+    """The times and the sizes of the sampled frames of a video.
+
+    `Backbone.inspect_video` creates it and decodes one frame for it. Training plans its batches
+    with it, before any video is read entirely.
+
+    Attributes:
+        times: time of each temporal patch in seconds.
+        grid: rows and columns of the visual tokens of a temporal patch.
+    """
+
+    times: tuple[float, ...]
+    grid: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of visual tokens of the video."""
+        return len(self.times) * self.grid[0] * self.grid[1]
+
+
 class VideoFrames(NamedTuple):
     """The frames of a video, which are decoded when they are read. `open_video` makes it.
 

@@ -17,16 +17,26 @@ from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.evaluation.calibrate import stop_bias_for
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
-from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
+from stepprune_jax.inference.base import (
+    Images,
+    Prompts,
+    RunOptions,
+    read_images,
+    read_media,
+)
 from stepprune_jax.inference.dataset import rank_all
 from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.images import Clip
 from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.parallel.programs import watch_programs
 from stepprune_jax.policy.selection import BLOCK
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.selectors import Policy, StepPrune
+
+# Ids of "<12.5 seconds>" and of the two marks around a temporal patch, with Qwen's tokenizer.
+_TIME_TOKENS = 9
 
 
 class BenchRow(NamedTuple):
@@ -45,7 +55,7 @@ class BenchRow(NamedTuple):
 
 
 class BenchInputs(NamedTuple):
-    """Inputs of all rows: prompts with one image each, and the images. Made by `random_batch`."""
+    """Inputs of all rows: prompts with one image or video each. Made by `random_batch`."""
 
     prompts: Prompts
     images: Images
@@ -65,34 +75,55 @@ class Bench(NamedTuple):
     rounds: int
 
 
-def random_batch(backbone: Backbone, batch_size: int, num_text_tokens: int) -> BenchInputs:
-    """Returns random images of the largest size, and random prompts.
+def random_batch(
+    backbone: Backbone, batch_size: int, num_text_tokens: int, num_patches: int = 0
+) -> BenchInputs:
+    """Returns random images of the largest size or random videos, and random prompts.
 
     Args:
         backbone: the model.
-        batch_size: number of prompts, each with one image.
-        num_text_tokens: number of text tokens of each prompt. The image is in their middle.
+        batch_size: number of prompts, each with one image or video.
+        num_text_tokens: number of text tokens of each prompt, without the times of a video. The
+            image is in their middle.
+        num_patches: number of temporal patches of each video, two seconds apart. Each has the size
+            of the largest image. 0 for images.
     """
     config, rng = backbone.config, np.random.default_rng(0)
+    num_rows = batch_size * max(1, num_patches)
+    shapes = backbone.largest_pixel_shapes(num_rows)
+    if num_patches:
+        num_padded = backbone.num_padded_tokens(shapes)
+        shapes = backbone.patch_shapes(num_rows, num_padded)
     pixels = backbone.with_square_grids(
-        jax.tree.map(
-            lambda leaf: rng.integers(0, 256, leaf.shape).astype(leaf.dtype),
-            backbone.largest_pixel_shapes(batch_size),
-        )
+        jax.tree.map(lambda leaf: rng.integers(0, 256, leaf.shape).astype(leaf.dtype), shapes)
     )
     # Excludes special ids, which are below 3 or from the image token on.
     end_id = config.text.vocab_size - 1
     if config.image_token_id is not None:
         end_id = min(end_id, config.image_token_id)
     text_ids = rng.integers(3, end_id, (batch_size, num_text_tokens), np.int32)
-    prompt_ids = np.insert(text_ids, num_text_tokens // 2, IMAGE_TOKEN, axis=1)
+    num_marks = max(1, num_patches) if backbone.MARKS_PATCHES else 1
+    # A prompt of Qwen3-VL has the time of each temporal patch before its mark.
+    marks = np.full((batch_size, num_marks), IMAGE_TOKEN, np.int32)
+    if num_patches and backbone.MARKS_PATCHES:
+        time_ids = rng.integers(3, end_id, (batch_size, num_marks, _TIME_TOKENS), np.int32)
+        marks = np.concatenate([time_ids, marks[..., None]], axis=2).reshape(batch_size, -1)
+    middle = num_text_tokens // 2
+    prompt_ids = np.concatenate([text_ids[:, :middle], marks, text_ids[:, middle:]], axis=1)
     indices = np.arange(batch_size, dtype=np.int32)  # Prompt i has image i and the number i.
     text_lengths = np.full(batch_size, num_text_tokens, np.int32)
-    prompts = Prompts(
-        prompt_ids, text_lengths + 1, text_ids, text_lengths, indices[:, None], indices
-    )
-    images = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], pixels) for i in indices]
-    return BenchInputs(prompts, read_images(backbone, images))
+    prompt_lengths = np.full(batch_size, prompt_ids.shape[1], np.int32)
+    prompts = Prompts(prompt_ids, prompt_lengths, text_ids, text_lengths, indices[:, None], indices)
+    rows_per_image = max(1, num_patches)
+    images = [
+        jax.tree.map(lambda leaf, i=i: leaf[i : i + rows_per_image], pixels)
+        for i in range(0, num_rows, rows_per_image)
+    ]
+    if not num_patches:
+        return BenchInputs(prompts, read_images(backbone, images))
+    times = tuple(2.0 * patch for patch in range(num_patches))
+    clips = [Clip(image, times, interval=4.0) for image in images]
+    return BenchInputs(prompts, read_media(backbone, images, clips))
 
 
 def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
@@ -284,7 +315,7 @@ def count_tflops(
     Args:
         backbone: the model.
         row: the row.
-        batch: prompts with one image each; all prompts have the same length.
+        batch: prompts with one image or video each; all prompts have the same length.
         kept: mean number of kept tokens of a learned stop. None selects the number of the budget,
             or the largest possible number for a stop without a budget.
 
@@ -292,17 +323,19 @@ def count_tflops(
         The operations of all prompts in units of 1e12, by the name of the stage.
     """
     if kept is None:
-        schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)
+        schedule = row.pruner.schedule(backbone.config, int(batch.images.sizes[0]))
         kept = float(schedule.enter or row.budget.value or schedule.most)
-    num_text = int(batch.prompts.length[0]) - 1  # The image has one id in the prompt.
+    clips = batch.images.clips
+    num_patches = 1 if clips is None else int(np.asarray(clips.frames)[0])
     num_rows, num_columns = map(int, batch.images.grid[0])
     flops = first_token_flops(
         backbone,
         row.pruner.without_weights,
-        (num_rows, num_columns),
-        num_text_tokens=num_text,
-        num_words=num_text,
+        (num_rows // num_patches, num_columns),
+        num_text_tokens=int(batch.prompts.num_text[0]),
+        num_words=int(batch.prompts.num_words[0]),
         num_kept=round(float(kept)),
+        num_patches=num_patches,
     )
     batch_size = len(batch.prompts.length)
     return {stage: batch_size * count / 1e12 for stage, count in flops.items()}

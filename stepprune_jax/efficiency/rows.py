@@ -48,7 +48,7 @@ def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
     return backbone
 
 
-def default_rows(config: ModelConfig) -> list[str]:
+def default_rows(config: ModelConfig, num_patches: int = 0) -> list[str]:
     """Returns names of rows: all tokens, and every pruner at the paper's budgets.
 
     A pruner with a learned stop also has rows that keep the budgets on average. Budgets that a
@@ -56,17 +56,21 @@ def default_rows(config: ModelConfig) -> list[str]:
 
     Args:
         config: the model's configuration.
+        num_patches: number of temporal patches of each video, 0 for images. Pruners without a
+            meaning for videos are omitted for videos.
     """
-    counts = [round(config.max_image_tokens / divisor) for divisor in _DIVISORS]
+    num_tokens = config.max_image_tokens * max(1, num_patches)
+    counts = [round(num_tokens / divisor) for divisor in _DIVISORS]
     names = []
     for budget_kind, prefix in (("count", ""), ("mean", "mean:")):
         for name, pruner_type in PRUNERS.items():
-            if budget_kind in pruner_type.budgets:
+            is_usable = pruner_type.reads_videos or not num_patches
+            if budget_kind in pruner_type.budgets and is_usable:
                 names += [f"{name}@{prefix}{count}" for count in counts]
     valid_names = [UNPRUNED]
     for name in names:
         try:
-            read_rows([name], config, decoder_layers=1, dtype="float32")
+            read_rows([name], config, decoder_layers=1, dtype="float32", num_patches=num_patches)
         except UserError as error:
             _LOG.warning("%s is left out: %s", name, error)
         else:
@@ -75,7 +79,12 @@ def default_rows(config: ModelConfig) -> list[str]:
 
 
 def read_rows(
-    names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
+    names: Sequence[str],
+    config: ModelConfig,
+    decoder_layers: int,
+    dtype: str,
+    *,
+    num_patches: int = 0,
 ) -> list[BenchRow]:
     """Builds rows from their names, with the shapes of trained parameters instead of the arrays.
 
@@ -85,15 +94,18 @@ def read_rows(
         config: the model's configuration.
         decoder_layers: number of layers of a policy's decoder.
         dtype: dtype of policies, "float32" or "bfloat16".
+        num_patches: number of temporal patches of each video; 0 for images.
 
     Returns:
         One row per distinct name. The row of all tokens, if present, is first.
     """
     names = sorted(dict.fromkeys(names), key=lambda name: name != UNPRUNED)
-    return [_read_row(name, config, decoder_layers, dtype) for name in names]
+    return [_read_row(name, config, decoder_layers, dtype, num_patches) for name in names]
 
 
-def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -> BenchRow:
+def _read_row(
+    name: str, config: ModelConfig, decoder_layers: int, dtype: str, num_patches: int
+) -> BenchRow:
     """Builds a row from its name, such as "stepprune@64 group=4"; Args as in `read_rows`.
 
     Raises:
@@ -125,7 +137,9 @@ def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -
     pruner = build_pruner(
         pruner_name, budget or None, policy=policy, stop_bias=stop_bias, options=options
     )
-    pruner.check(config, config.max_image_tokens)
+    pruner.check(config, config.max_image_tokens * max(1, num_patches))
+    if num_patches and not pruner.reads_videos:
+        raise UserError(f"--rows: {name} prunes images only, and no videos")
     return BenchRow(name, pruner, Budget.parse(budget) if budget else pruner.budget)
 
 

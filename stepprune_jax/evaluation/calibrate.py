@@ -221,26 +221,32 @@ def stop_margins(
         The margins of all questions, in the order of `questions`.
     """
     pruner = place_pruner(model, policy)
-    max_steps = pruner.longest(model.config.max_image_tokens)
     margin_chunks, image_sizes = [], []
     with tqdm(total=len(questions), desc="stop biases", unit="question", mininterval=1) as bar:
         for _, encoded in encode_chunks(
             model, questions, batch_size=batch_size, execution=execution
         ):
+            max_tokens = model.config.max_image_tokens
+            if encoded.images.clips is not None:
+                max_tokens = max(max_tokens, int(encoded.images.sizes.max()))
             ranking, _ = rank_all(
                 model,
                 pruner,
                 encoded.prompts,
                 encoded.images,
-                steps=max_steps,
+                steps=pruner.longest(max_tokens),
                 batch_size=batch_size,
             )
-            # A chunk of small images has fewer steps. An infinite margin is the end of a rollout.
-            margin = np.asarray(ranking.margin)
-            padding = (0, 0), (0, max_steps - margin.shape[1])
-            margin_chunks.append(np.pad(margin, padding, constant_values=np.inf))
+            margin_chunks.append(np.asarray(ranking.margin))
             image_sizes.append(encoded.sizes)
             bar.update(len(encoded.sizes))
+    # A chunk of small images has fewer steps. An infinite margin is the end of a rollout.
+    max_steps = max([margin.shape[1] for margin in margin_chunks], default=0)
+    max_steps = max(max_steps, pruner.longest(model.config.max_image_tokens))
+    margin_chunks = [
+        np.pad(margin, ((0, 0), (0, max_steps - margin.shape[1])), constant_values=np.inf)
+        for margin in margin_chunks
+    ]
     return Margins(np.concatenate(margin_chunks), np.concatenate(image_sizes))
 
 

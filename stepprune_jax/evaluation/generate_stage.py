@@ -54,7 +54,7 @@ from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, milliseconds
 from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, EncodedQuestions, chunk_size, encode_questions
-from stepprune_jax.inference.generate import Generator
+from stepprune_jax.inference.generate import Generator, kept_per_patch
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -177,11 +177,11 @@ def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
             "of policies that stop by themselves; write it as docs/your-own-data.md describes, or "
             f"evaluate other methods: {UNTRAINED_EXAMPLE}"
         )
-    all_questions = benchmark.read_questions(root, benchmark.calibration)
+    all_questions = run.sample_videos(benchmark.read_questions(root, benchmark.calibration))
     indices = spread_over(len(all_questions), run.eval.validation_questions)
     questions = [all_questions[index] for index in indices]
     sample_digest = digest(
-        [f"{q.image.name} {q.text}" for q in questions if isinstance(q.image, Path)]
+        [f"{q.image.name} {q.text}{q.sampling}" for q in questions if isinstance(q.image, Path)]
     )
     return CalibrationSet({"split": "validation", "sample": sample_digest}, questions)
 
@@ -289,7 +289,7 @@ class Task:
         unanswered_indices = sorted(frozenset().union(*(row.unanswered for row in rows)))
         chunks = split_chunks(
             unanswered_indices,
-            chunk_size(model, batch_size),
+            chunk_size(model, batch_size, self.questions),
             process_index=jax.process_index(),
             num_processes=jax.process_count(),
         )
@@ -553,22 +553,32 @@ class _Answerer:
         prompts = with_image.prompts
         grids = with_image.images.grid[prompts.image_of[:, 0]].tolist()
         num_tokens = with_image.sizes.tolist()
-        num_text_tokens = (prompts.length - 1).tolist()  # without the image placeholder
+        num_text_tokens = prompts.num_text.tolist()
+        clips = with_image.images.clips
+        num_patches = np.ones(len(grids), int)
+        if clips is not None:
+            num_patches = np.asarray(clips.frames)[prompts.image_of[:, 0]]
         num_words, num_kept = prompts.num_words.tolist(), answers.kept.tolist()
         for position, index in enumerate(prompts.number.tolist()):
             if not answers.finite[position]:
                 continue
             grid, kept_count = grids[position], num_kept[position]
+            patches = int(num_patches[position])
+            patch_grid = grid[0] // patches, grid[1]
             flops = first_token_flops(
                 self._model.backbone,
                 row.pruner.without_weights,
-                tuple(grid),
+                patch_grid,
+                num_patches=patches,
                 num_text_tokens=num_text_tokens[position],
                 num_words=num_words[position],
                 num_kept=kept_count,
             )
             fields = {"gflops": sum(flops.values()) / 1e9}
             fields |= _count_bound(row, kept_count, num_tokens[position])
+            if self._task.questions[index].video is not None:
+                order = answers.order[position].tolist()
+                fields["kept_per_patch"] = kept_per_patch(order, (patches, *patch_grid))
             if index in self._sampled_indices and row.budget.kind != "all":
                 order = answers.order[position].tolist()
                 fields |= {

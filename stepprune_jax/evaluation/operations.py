@@ -19,18 +19,21 @@ def first_token_flops(
     num_text_tokens: int,
     num_words: int,
     num_kept: int,
+    num_patches: int = 1,
 ) -> dict[str, float | int]:
-    """Counts the FLOPs of one prompt with one image, up to the first token of the answer.
+    """Counts the FLOPs of one prompt with one image or video, up to the answer's first token.
 
     Args:
         backbone: the model.
         pruner: the pruning method without its weights, `Pruner.without_weights`.
-        grid: rows and columns of the image's tokens.
+        grid: rows and columns of the image's tokens, or of a temporal patch of a video.
         num_text_tokens: number of text tokens of the prompt.
         num_words: number of text tokens that the user wrote, without the conversation template. A
             trained policy reads only these tokens.
         num_kept: number of kept visual tokens. Ignored if the budget is exact, because the budget
             then determines the number.
+        num_patches: number of temporal patches of a video, which the tower encodes one by one; 1
+            for an image.
 
     Returns:
         FLOPs by part: "tower", "choice", "projector" and "prefill". "choice" covers a trained
@@ -39,12 +42,12 @@ def first_token_flops(
         percent of the FLOPs of LLaVA-7B.
     """
     config = backbone.config
-    n = int(backbone.num_tokens(np.array([grid]))[0])
+    n = num_patches * int(backbone.num_tokens(np.array([grid]))[0])
     is_adaptive = not pruner.budget.is_exact
     # Number of visual tokens in each layer of the language model.
     layer_tokens = pruner.layer_tokens(config, n, num_kept if is_adaptive else None)
     num_projected = n if pruner.after_projector else layer_tokens[0]
-    vision = vision_flops(backbone, [grid])
+    vision = vision_flops(backbone, [grid] * num_patches)
     # A method that prunes by attention before a layer computes queries and keys of its input.
     choice = sum(
         query_key_flops(config.text, num_text_tokens + layer_tokens[cut.layer - 1])

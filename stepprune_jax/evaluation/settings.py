@@ -8,7 +8,7 @@ label is a key of `EvalSettings.rows`, or the name of the method for the policy 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
@@ -213,7 +213,19 @@ class EvaluationRun(Settings):
     def questions(self, benchmark: str) -> list[BenchmarkQuestion]:
         """Reads the questions of a benchmark, as `Benchmark.read_questions` with its errors."""
         file, ocr = self.eval.questions.get(benchmark, ""), self.eval.textvqa_ocr
-        return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
+        questions = BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
+        return self.sample_videos(questions)
+
+    def sample_videos(self, questions: Sequence[BenchmarkQuestion]) -> list[BenchmarkQuestion]:
+        """Returns questions whose videos are sampled by `data.fps` or `data.num_frames`."""
+        return [
+            question
+            if question.video is None
+            else question._replace(
+                video=dataclasses.replace(question.video, **self.data.sampling._asdict())
+            )
+            for question in questions
+        ]
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:

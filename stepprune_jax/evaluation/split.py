@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.data.llava import Question, read_answers, read_questions
+from stepprune_jax.data.source import VideoSampling
 
 
 class Split(NamedTuple):
@@ -18,10 +19,21 @@ class Split(NamedTuple):
     answers: list[str]
 
 
-def read_split(folder: str | Path, name: str) -> Split:
-    """Reads the questions and answers of a data folder's split "validation" or "test"."""
+def read_split(
+    folder: str | Path,
+    name: str,
+    sampling: VideoSampling = VideoSampling(),  # noqa: B008
+) -> Split:
+    """Reads the questions and answers of a data folder's split "validation" or "test".
+
+    Args:
+        folder: the data folder.
+        name: name of the split.
+        sampling: sampling of the frames of videos.
+    """
     folder = Path(folder)
-    questions = read_questions(folder / f"{name}.jsonl", folder / "images")
+    file, (fps, num_frames) = folder / f"{name}.jsonl", sampling
+    questions = read_questions(file, folder / "images", fps=fps, num_frames=num_frames)
     return Split(questions, read_answers(folder / f"{name}_answers.jsonl", questions))
 
 

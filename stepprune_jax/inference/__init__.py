@@ -10,7 +10,14 @@ from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, 
 from stepprune_jax.inference.dataset import Answers, Batching
 from stepprune_jax.inference.decoding import NotFiniteError, decode
 from stepprune_jax.inference.encode import EncodedQuestions, encode_questions
-from stepprune_jax.inference.generate import Answer, Generator, generate, stream, trace_arrays
+from stepprune_jax.inference.generate import (
+    Answer,
+    Generator,
+    generate,
+    kept_per_patch,
+    stream,
+    trace_arrays,
+)
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling, greedy, nucleus, sample
 from stepprune_jax.inference.text import TextStream, answer_text, stream_text
@@ -36,6 +43,7 @@ __all__ = [
     "encode_questions",
     "generate",
     "greedy",
+    "kept_per_patch",
     "nucleus",
     "read_request",
     "sample",

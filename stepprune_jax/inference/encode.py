@@ -60,8 +60,19 @@ class EncodedQuestions(NamedTuple):
         return self._replace(prompts=self.prompts.take(rows))
 
 
-def chunk_size(model: VLM, batch_size: int) -> int:
-    """Returns the number of questions to encode at once, a multiple of the batch size."""
+def chunk_size(
+    model: VLM, batch_size: int, questions: Sequence[Question | BenchmarkQuestion] = ()
+) -> int:
+    """Returns the number of questions to encode at once, a multiple of the batch size.
+
+    Args:
+        model: the model.
+        batch_size: questions per batch.
+        questions: the questions. Questions about videos are encoded batch by batch, because a video
+            may have many times the tokens of an image.
+    """
+    if any(getattr(question, "video", None) is not None for question in questions):
+        return batch_size
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
     image_bytes = config.max_image_tokens * config.token_width * dtype.itemsize
     max_questions = min(CHUNK, _CHUNK_BYTES // image_bytes)
@@ -161,7 +172,7 @@ def encode_chunks(
     Yields:
         The row of the first question of each chunk, and the encoded questions of the chunk.
     """
-    num_questions = chunk_size(model, options["batch_size"])
+    num_questions = chunk_size(model, options["batch_size"], questions)
     for first_row in range(0, len(questions), num_questions):
         chunk = questions[first_row : first_row + num_questions]
         yield first_row, encode_questions(model, chunk, **options)

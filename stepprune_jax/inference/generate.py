@@ -51,6 +51,31 @@ class Answer(NamedTuple):
     kept_indices: tuple[tuple[int, ...], ...]
     grids: tuple[tuple[int, ...], ...]
 
+    @property
+    def kept_per_patch(self) -> tuple[tuple[int, ...], ...]:
+        """For each image and video, the number of tokens that each temporal patch kept.
+
+        An image is one temporal patch. Merged tokens belong to no patch, and are not counted.
+        """
+        return tuple(map(kept_per_patch, self.kept_indices, self.grids))
+
+
+def kept_per_patch(indices: Sequence[int], grid: Sequence[int]) -> tuple[int, ...]:
+    """Counts the kept tokens of each temporal patch of a video.
+
+    Args:
+        indices: raster indices of the kept tokens in the video; -1 for merged tokens.
+        grid: number of temporal patches, and rows and columns of each of them; or rows and columns
+            of an image, which is one temporal patch.
+
+    Returns:
+        One count for each temporal patch, in the order of time.
+    """
+    num_patches = grid[0] if len(grid) == 3 else 1
+    patch_of = np.asarray([index for index in indices if index >= 0], int)
+    patch_of = patch_of // max(1, grid[-2] * grid[-1]) if num_patches > 1 else 0 * patch_of
+    return tuple(np.bincount(patch_of, minlength=num_patches).tolist())
+
 
 @dataclasses.dataclass(frozen=True)
 class Generator:

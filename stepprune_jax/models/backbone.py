@@ -23,13 +23,13 @@ from PIL import Image
 
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
-from stepprune_jax.data.videos import Video
+from stepprune_jax.data.videos import ClipShape, NoVideosError, Video
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
 from stepprune_jax.models.images import Clip, Pixels, Resized, normalise, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, WeightTarget, list_targets
-from stepprune_jax.user_input import UserError, naming
+from stepprune_jax.user_input import naming
 
 Processor = Any  # settings of an image processor; each family defines its own type
 
@@ -323,9 +323,20 @@ class Backbone(abc.ABC):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the video cannot be read, or the model reads no videos.
+            NoVideosError: the model reads no videos.
+            ValueError: the video cannot be read.
         """
-        raise UserError(
+        raise NoVideosError(
+            f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
+        )
+
+    def inspect_video(self, settings: Processor, video: Video) -> ClipShape:
+        """Returns the times and sizes of the frames that `read_video` would read.
+
+        Decodes only the first frame. Raises the errors of `read_video`, except for later frames
+        that are damaged.
+        """
+        raise NoVideosError(
             f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
         )
 
@@ -333,12 +344,24 @@ class Backbone(abc.ABC):
         """Returns the pixels of images in the form of temporal patches, for a batch with videos."""
         return pixels
 
+    def patch_shapes(self, count: int, num_tokens: int) -> Pixels:
+        """Returns the shapes of the pixels of `count` temporal patches of `num_tokens` tokens.
+
+        The leaves are `jax.ShapeDtypeStruct`s.
+        """
+        del num_tokens
+        return self.largest_pixel_shapes(count)
+
+    def num_padded_patch_tokens(self, num_tokens: int) -> int:
+        """Returns the padded number of tokens of a temporal patch in the pixels of `read_video`."""
+        return num_tokens
+
     def num_padded_clip_tokens(self, num_tokens: int) -> int:
         """Returns the padded number of tokens of a video in the input of a pruner."""
         return num_tokens
 
     @classmethod
-    def place_videos(cls, text: str, clips: Sequence[Clip | None]) -> str:
+    def place_videos(cls, text: str, clips: Sequence[Clip | ClipShape | None]) -> str:
         """Replaces the mark of each video in the text of a prompt by the marks of the family.
 
         Args:

@@ -410,36 +410,34 @@ def wrap_step_for_groups(episode: Episode, step: StepFn) -> tuple[Episode, StepF
     """Wraps a step function to return the logits of the first step of each group.
 
     The loop calls the decoder for every token, because each token has to enter the decoder's cache.
-    The wrapped function stores the logits of all steps and returns those that the group chooses by,
-    as `repeat_group_logits` does for all steps at once.
+    The wrapped function stores the logits of the group's first step and returns these, as
+    `repeat_group_logits` does for all steps at once.
 
     Args:
         episode: prepared episode.
         step: step function of the decoder; see `StepFn`.
 
     Returns:
-        A tuple (episode, step). episode: the episode, whose cache also stores the logits of all
-        steps. step: the wrapped function. Both are unchanged if groups have one token.
+        A tuple (episode, step). episode: the episode, whose cache also stores the logits of one
+        step. step: the wrapped function. Both are unchanged if groups have one token.
     """
     group = episode.group
     if group == 1:
         return episode, step
 
     def group_step(params, config, context, query, cache_and_logits, t):
-        cache, all_logits = cache_and_logits
+        cache, first_logits = cache_and_logits
         logits, cache = step(params, config, context, query, cache, t)
-        all_logits = jax.lax.dynamic_update_slice_in_dim(
-            all_logits, logits[:, None].astype(all_logits.dtype), t, axis=1
-        )
-        first_step = t - t % group
-        group_logits = jax.lax.dynamic_index_in_dim(all_logits, first_step, axis=1, keepdims=False)
+        logits = logits.astype(first_logits.dtype)
+        first_logits = jnp.where(t % group == 0, logits, first_logits)
+        group_logits = first_logits
         if config.stop == "hazard":  # a hazard is evaluated before each token
             group_logits = group_logits.at[:, -1].set(logits[:, -1])
-        return group_logits, (cache, all_logits)
+        return group_logits, (cache, first_logits)
 
     b, m, _ = episode.slots.shape
-    all_logits = jnp.zeros((b, episode.steps, m), score_dtype(episode.slots.dtype))
-    return episode._replace(cache=(episode.cache, all_logits)), group_step
+    first_logits = jnp.zeros((b, m), score_dtype(episode.slots.dtype))
+    return episode._replace(cache=(episode.cache, first_logits)), group_step
 
 
 def rollout(

@@ -40,6 +40,7 @@ from stepprune_jax.policy.pointer_cache import (
     init_state,
     table_bytes,
     table_logits,
+    tabulates_pairs,
     take_rows,
 )
 from stepprune_jax.policy.rollout import (
@@ -342,11 +343,14 @@ def step_walk(params: Params, config: PolicyConfig, episode: Episode, step: Step
 def can_use_tables(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
     """Returns whether an episode can read precomputed tables over pairs of slots (`Tables`).
 
-    The tables exist for the built-in decoder only, and must fit into `MAX_TABLE_BYTES`.
+    The tables exist for the built-in decoder only. The part that grows with the square of the
+    number of slots must fit into `MAX_TABLE_BYTES`; episodes of few steps have no such part.
     """
     b, m, _ = episode.slots.shape
     batch_size = b if isinstance(b, int) else 1  # `jax.export` may leave the batch size symbolic
-    num_bytes = batch_size * table_bytes(config, m, episode.slots.dtype)
+    num_bytes = 0
+    if tabulates_pairs(m, episode.steps):
+        num_bytes = batch_size * table_bytes(config, m, episode.slots.dtype)
     is_built_in = decoder.init is pointer_init and decoder.step is pointer_step
     return is_built_in and num_bytes <= MAX_TABLE_BYTES
 
@@ -467,7 +471,8 @@ def choose_tokens(
     The built-in decoder reads precomputed tables over pairs of slots (`pointer_cache.py`) and
     checks the stop after every `BLOCK` tokens, or never if the budget is exact. A custom decoder,
     or the built-in decoder with tables above `MAX_TABLE_BYTES`, is called once per token, for at
-    most max_b K_b + 1 steps. With 16 heads, an image of 7,900 tokens has tables of that size.
+    most max_b K_b + 1 steps. With 16 heads, an image of 7,900 tokens has tables of that size,
+    unless the episode has fewer steps than a quarter of the tokens.
 
     Args:
         params: policy weights.

@@ -20,6 +20,7 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
+from stepprune_jax.models.sequence import Clips
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.aot_targets import Target, make_target, missing, read_name
 from stepprune_jax.parallel.compiling import Usage, usage
@@ -98,7 +99,7 @@ def count_widths(batches: Batches, steps: int) -> BatchWidths:
     """Counts the padded widths of evenly spaced batches of a run of `steps` updates."""
     stride = max(1, steps // _NUM_COUNTED_BATCHES)
     widths = (batches.bucket(batches.indices(step)) for step in range(0, steps, stride))
-    return BatchWidths(dict(collections.Counter(widths)), batches.buckets[-1])
+    return BatchWidths(dict(collections.Counter(widths)), batches.widest)
 
 
 def assume_widths(run: Run, config: StepConfig) -> BatchWidths:
@@ -217,11 +218,18 @@ def abstract_batch(config: StepConfig, rows: int, bucket: Bucket) -> step.Traini
         supervised=make_array(bucket.targets, dtype=jnp.bool_),
         grid=make_array(2),
     )
+    pixels, token_of = config.backbone.largest_pixel_shapes(rows), None
+    if bucket.media is not None:
+        pixels = config.backbone.patch_shapes(bucket.media.patches, bucket.media.patch_tokens)
+        token_of = make_array(bucket.media.tokens)
+        clips = Clips(make_array(), make_array(dtype=jnp.float32), make_array(dtype=jnp.bool_))
+        conversations = conversations._replace(clips=clips)
     return step.TrainingBatch(
-        pixels=config.backbone.largest_pixel_shapes(rows),
+        pixels=pixels,
         text=make_array(bucket.text),
         text_length=make_array(),
         targets=conversations,
+        token_of=token_of,
     )
 
 
@@ -341,7 +349,13 @@ def _find_widths(
             run.accelerator.ids,
         )
         return assume_widths(run, config)
-    batches = open_batches(run, data, file_identity(data.file), source)
+    batches = open_batches(
+        run,
+        data,
+        file_identity(data.file),
+        source,
+        num_devices=row_count(config.forward.mesh),
+    )
     return count_widths(batches, run.steps)
 
 
@@ -408,6 +422,17 @@ def _report(
         yield f"in all      {sum(phase_hours):.3g} hours for {run.steps} updates"
 
 
+def _describe_media(bucket: Bucket) -> str:
+    """Describes the videos of a batch, as in " and 16 temporal patches"; "" for images."""
+    return f" and {bucket.media.patches} temporal patches" if bucket.media else ""
+
+
+def _size_order(item: tuple[Bucket, int]) -> tuple[int, ...]:
+    """Returns the key that sorts counted widths by the number of ids, then by the videos."""
+    bucket, _ = item
+    return (*bucket[:3], *(bucket.media or ()))
+
+
 def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:
     """Yields the lines on memory and FLOPs of one phase.
 
@@ -433,8 +458,8 @@ def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:
         yield f"            to change: {'; '.join(remedies(run, devices))}"
     num_batches = sum(cost.widths.values())
     width_shares = ", ".join(
-        f"{bucket.ids} ids {count / num_batches:.0%}"
-        for bucket, count in sorted(cost.widths.items())
+        f"{bucket.ids} ids{_describe_media(bucket)} {count / num_batches:.0%}"
+        for bucket, count in sorted(cost.widths.items(), key=_size_order)
     )
     yield (
         f"operations  {cost.flops:.3g} FLOPs per update on all devices, the mean over "

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from stepprune_jax.models import decoder
 from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.sequence import Kept
+from stepprune_jax.models.sequence import Clips, Kept
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned, token_importance
@@ -38,7 +38,9 @@ class Targets(NamedTuple):
             there.
         target: ids of the supervised tokens.
         supervised: True at real targets, False at padding.
-        grid: rows and columns of each image's visual tokens.
+        grid: rows and columns of each image's visual tokens. The grid of a video stacks the grids
+            of its temporal patches from top to bottom.
+        clips: temporal patches of each image or video; None for a batch without videos.
     """
 
     ids: Int[BatchArray, "b l"]
@@ -47,6 +49,7 @@ class Targets(NamedTuple):
     target: Int[BatchArray, "b k"]
     supervised: Bool[BatchArray, "b k"]
     grid: Int[BatchArray, "b 2"]
+    clips: Clips | None = None
 
 
 class ForwardOptions(NamedTuple):
@@ -243,6 +246,7 @@ def row_scores(
         targets.grid[:, None],
         positions=positions,
         capacity=targets.ids.shape[1] - 1 + k,
+        clips=jax.tree.map(lambda array: array[:, None], targets.clips),
     )
     hidden, deep = constrain_rows(options.mesh, (sequence.hidden, sequence.deep))
     sequence = sequence._replace(hidden=hidden, deep=deep)
@@ -252,9 +256,12 @@ def row_scores(
         language, backbone.config.text, sequence.rows, layers, execution=options.execution
     )
     # The head runs only at the slots that predict supervised tokens. The logits of all slots would
-    # be the largest array of the update. The kept tokens replace one id, so later ids move by
-    # count - 1 slots.
-    slot = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
+    # be the largest array of the update. The kept tokens replace the ids of the image or video, so
+    # later ids move by the difference.
+    num_marks = jnp.ones_like(kept.count)
+    if targets.clips is not None and backbone.MARKS_PATCHES:
+        num_marks = jnp.asarray(targets.clips.frames)
+    slot = jnp.maximum(targets.place + (kept.count - num_marks)[:, None], 0)
     hidden = jnp.take_along_axis(stage.hidden, slot[..., None], axis=1)
     log_prob = jax.nn.log_softmax(decoder.logits(language, backbone.config.text, hidden), axis=-1)
     most_probable = jnp.argmax(log_prob, axis=-1)

@@ -74,7 +74,9 @@ def generate_answers(
         f"Answering {len(unanswered):,} of {len(questions):,} training questions with all visual "
         f"tokens, at most {run.data.answer_tokens} tokens each: {file}"
     )
-    chunk_size = run.batch_size * _BATCHES_PER_CHUNK
+    # A video may have many times the tokens of an image, so few videos are encoded at once.
+    has_videos = any(question.video is not None for question in unanswered)
+    chunk_size = run.batch_size * (1 if has_videos else _BATCHES_PER_CHUNK)
     is_hidden = None if distributed.is_main() else True  # None hides the bar without a terminal
     with tqdm(total=len(unanswered), desc="answers", unit="question", disable=is_hidden) as bar:
         for first in range(0, len(unanswered), chunk_size):

@@ -25,7 +25,7 @@ from stepprune_jax.data.source import Source, training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.extras import need
 from stepprune_jax.parallel import distributed
-from stepprune_jax.parallel.placement import local_rows
+from stepprune_jax.parallel.placement import local_rows, row_count
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.selectors import Policy
 from stepprune_jax.selectors.base import Weights
@@ -271,6 +271,7 @@ def _open_batches(
         identity=data_hash,
         model=source,
         local=process_rows,
+        num_devices=row_count(config.forward.mesh),
         # The lengths of placeholders are of no interest.
         say=(lambda line: None) if has_placeholders else distributed.say,
     )

@@ -5,13 +5,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PyTree
 
+from stepprune_jax.inference.base import CHUNK_PATCHES
+from stepprune_jax.inference.programs import join_tokens
 from stepprune_jax.models import decoder
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
-from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
+from stepprune_jax.parallel.placement import (
+    constrain_replicated,
+    constrain_rows,
+    place_rows,
+    row_count,
+)
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
 from stepprune_jax.selectors import Aux, Policy
@@ -31,19 +39,37 @@ from stepprune_jax.training.step_config import StepConfig
 
 
 class TrainingBatch(NamedTuple):
-    """Rows of conversations with one image each.
+    """Rows of conversations with one image or video each.
 
     Attributes:
         pixels: images, after the model family's preprocessing.
         text: ids of the user's words, without the answers, right-padded.
         text_length: number of ids in each row of `text`.
         targets: the conversations with their supervised tokens.
+        token_of: index of each visual token of a row among the tokens of all temporal patches in
+            `pixels`, -1 in the padding; None for a batch without videos, whose `pixels` have one
+            image for each row.
     """
 
     pixels: Pixels
     text: Int[BatchArray, "b t"]
     text_length: Int[BatchArray, " b"]
     targets: Targets
+    token_of: Int[BatchArray, "b n"] | None = None
+
+
+def place_batch(mesh: Mesh | None, batch: TrainingBatch, num_rows: int) -> TrainingBatch:
+    """Places a batch on a mesh; see `place_rows`.
+
+    Args:
+        mesh: the mesh; None returns the batch unchanged.
+        batch: the rows of the batch that this process builds.
+        num_rows: number of rows over all processes.
+    """
+    num_local_patches = jax.tree.leaves(batch.pixels)[0].shape[0]
+    num_patches = num_local_patches * num_rows // len(batch.text_length)
+    pixels = place_rows(mesh, batch.pixels, num_patches)
+    return place_rows(mesh, batch._replace(pixels=None), num_rows)._replace(pixels=pixels)
 
 
 class State(NamedTuple):
@@ -81,13 +107,20 @@ def init_state(key: Array, config: StepConfig) -> State:
     return State(params, optimizer_state, config.selector.init_state(), zero, zero)
 
 
-def encode_rows(params: Params, config: StepConfig, pixels: Pixels) -> Float[Array, "b n w"]:
+def encode_rows(
+    params: Params,
+    config: StepConfig,
+    pixels: Pixels,
+    token_of: Int[Array, "b n"] | None = None,
+) -> Float[Array, "b n w"]:
     """Runs the frozen vision tower over images, a few rows at a time.
 
     Args:
         params: weights of the frozen model.
         config: static part of the update, with the number of rows per pass.
-        pixels: preprocessed images.
+        pixels: preprocessed images, or temporal patches of videos.
+        token_of: for a batch with videos, the index of each token of a row among the tokens of all
+            temporal patches, -1 in the padding.
 
     Returns:
         [b, n, w] visual tokens before the projector, with their deep features appended.
@@ -97,7 +130,12 @@ def encode_rows(params: Params, config: StepConfig, pixels: Pixels) -> Float[Arr
         execution = config.forward.execution
         return config.backbone.encode_image(params, pixels, execution=execution)[0]
 
-    return constrain_rows(config.forward.mesh, map_rows(encode, config.forward, pixels))
+    options = config.forward
+    if token_of is None:
+        return constrain_rows(options.mesh, map_rows(encode, options, pixels))
+    chunk = CHUNK_PATCHES * row_count(options.mesh)
+    features = map_rows(encode, options._replace(rows=chunk), pixels)
+    return constrain_rows(options.mesh, join_tokens(features, token_of))
 
 
 def selector_inputs(params: Params, config: StepConfig, batch: TrainingBatch) -> Inputs:
@@ -112,7 +150,7 @@ def selector_inputs(params: Params, config: StepConfig, batch: TrainingBatch) ->
         Image features, word embeddings of the questions, and masks of padding. There is no mask of
         images whose tokens are all real.
     """
-    features = encode_rows(params, config, batch.pixels)
+    features = encode_rows(params, config, batch.pixels, batch.token_of)
     text = decoder.embed(params["language"], batch.text)
     text_mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     image_mask = None

@@ -121,7 +121,8 @@ class Trainer:
             if should_stop():
                 return None
             read_batch = functools.partial(self._batches.__getitem__, batch_index)
-            batch = place_rows(config.forward.mesh, distributed.together(read_batch), batch_size)
+            local_batch = distributed.together(read_batch)
+            batch = step.place_batch(config.forward.mesh, local_batch, batch_size)
             batch_rewards = step.measure_subset_gain(
                 self._model.params,
                 self.state.params,
@@ -165,9 +166,8 @@ class Trainer:
             if step_number % max(1, num_updates // 5) == 0:
                 distributed.say(f"Trial of the warm start: {step_number}/{num_updates} updates")
             read_batch = functools.partial(self._batches.__getitem__, run.steps + step_number)
-            batch = place_rows(
-                config.forward.mesh, distributed.together(read_batch), run.batch_size
-            )
+            local_batch = distributed.together(read_batch)
+            batch = step.place_batch(config.forward.mesh, local_batch, run.batch_size)
             self.state, metrics = step.update(
                 self._model.params,
                 self.state,
@@ -246,7 +246,7 @@ class Trainer:
         key = jax.random.wrap_key_data(self._key_data, impl=THREEFRY)
         if phase_start:  # each phase counts updates from 0, so a later phase needs another key
             key = jax.random.fold_in(key, phase_start)
-        batch = place_rows(config.forward.mesh, batch, self.run.batch_size)
+        batch = step.place_batch(config.forward.mesh, batch, self.run.batch_size)
         self.state, metrics = step.update(
             self._model.params,
             self.state,

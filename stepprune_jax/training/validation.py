@@ -14,6 +14,7 @@ from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as read_question_file
+from stepprune_jax.data.videos import ClipShape
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, batches, rank_all
@@ -93,7 +94,7 @@ def read_questions(run: Run, config: StepConfig) -> Split | None:
     folder = _find_folder(run)
     if folder is None:
         raise UserError("config.validation.folder is empty, expected one with validation.jsonl")
-    return thin(read_split(folder, "validation"), settings.questions)
+    return thin(read_split(folder, "validation", run.data.sampling), settings.questions)
 
 
 def read_model_questions(run: Run) -> Split | None:
@@ -110,7 +111,7 @@ def read_model_questions(run: Run) -> Split | None:
     if folder is None or not run.validation.calibrate:
         return None
     try:
-        return thin(read_split(folder, "validation"), run.validation.questions)
+        return thin(read_split(folder, "validation", run.data.sampling), run.validation.questions)
     except (OSError, UserError):
         return None
 
@@ -132,7 +133,8 @@ def read_calibration_questions(run: Run) -> list[Question]:
     if not limit or folder is None or not (file := folder / "validation.jsonl").is_file():
         return []
     try:
-        questions = read_question_file(file, folder / "images")
+        fps, num_frames = run.data.sampling
+        questions = read_question_file(file, folder / "images", fps=fps, num_frames=num_frames)
     except (OSError, UserError) as error:
         hint = "config.validation.calibrate=0 skips the file"
         raise UserError(f"{error}; {hint}") from error
@@ -211,6 +213,9 @@ class Validation:
         self._encoded = encode_questions(
             model, split.questions, batch_size=self._batch_size, execution=execution
         )
+        images = self._encoded.images
+        if images.clips is not None and images.features is not None:
+            n = images.features.shape[1]
         self._targets = self._encode_answers()
         # A conversation with its answer must not be truncated, so its length is checked.
         prompts = self._encoded.prompts._replace(length=self._targets.length)
@@ -229,17 +234,29 @@ class Validation:
         """Encodes the questions with their correct answers."""
         backbone = self._model.backbone
         encoder = ConversationEncoder(
-            self._model.tokenizer, backbone.place_images, backbone.conversation
+            self._model.tokenizer,
+            backbone.place_images,
+            backbone.conversation,
+            place_videos=backbone.place_videos,
         )
         # Without limits on the lengths, no answer is truncated.
         limits = LengthLimits(image_tokens=0, context=1 << 31, policy_text=0)
         rows = [
-            make_row(encoder.encode((question.text, answer), 1), limits)
+            make_row(encoder.encode((question.text, answer), 1, self._clip_shape(question)), limits)
             for question, answer in zip(self._split.questions, self._split.answers, strict=True)
         ]
-        max_ids = max(len(row.ids) for row in rows)
-        grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
-        return stack_targets(rows, grid, max_ids, max(len(row.target) for row in rows))
+        max_ids, max_targets = (
+            max(map(len, arrays)) for arrays in zip(*((r.ids, r.target) for r in rows), strict=True)
+        )
+        images, image_of = self._encoded.images, self._encoded.prompts.image_of[:, 0]
+        clips = None if images.clips is None else images.clips.take(image_of)
+        return stack_targets(rows, images.grid[image_of], max_ids, max_targets, clips)
+
+    def _clip_shape(self, question: Question) -> ClipShape | None:
+        """Returns the shape of a question's video, whose times are part of its prompt."""
+        if question.video is None:
+            return None
+        return self._model.backbone.inspect_video(self._model.image_settings, question.video)
 
     def test_model(self) -> list[str]:
         """Tests the frozen model on the questions, with all tokens and without visual tokens.
@@ -469,7 +486,12 @@ class Validation:
         from stepprune_jax.visualize.patches import square_patches
 
         overlays, images, backbone = [], self._encoded.images, self._model.backbone
-        for row in range(min(self._settings.overlays, len(answers.texts))):
+        image_rows = [
+            row for row, question in enumerate(self._split.questions) if question.video is None
+        ]
+        if not image_rows:  # only questions about images are drawn
+            return
+        for row in image_rows[: self._settings.overlays]:
             question, image_row = self._split.questions[row], self._encoded.prompts.image_of[row, 0]
             grid = tuple(images.grid[image_row].tolist())
             is_answer_correct = bool(is_correct[row])

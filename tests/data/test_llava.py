@@ -94,7 +94,11 @@ OUTSIDE = '"image" must be a path inside the image folder'
             {"images": ["a.png"], "conversations": chat("a", "b")},
             '"images" is not followed, expec',
         ),
-        ({"video": "a.mp4", "conversations": chat("a", "b")}, '"video" is not followed'),
+        (
+            {"video": "a.mp4", "image": "b.png", "conversations": chat("a", "b")},
+            'has both "image" and "video"',
+        ),
+        ({"video": "../a.mp4", "conversations": GOOD}, '"video" must be a path inside'),
         (
             {"image": "a.png", "conversations": chat("<video>\na", "b")},
             "has <video>, but the sample",

@@ -130,6 +130,7 @@ def no_weights(monkeypatch):
         (["--model", "llava-8b"], "'llava-8b' is neither"),
         (["--weights", "int4"], "argument --weights: invalid choice: 'int4' (choose from "),
         (["--model", "qwen-mid", "--tokens", "230"], "--tokens is 230, expected a square number"),
+        (["--frames", "4"], "expected no value: this model reads images only"),
     ],
 )
 def test_invalid_input_is_refused_before_weights_are_allocated(
@@ -170,3 +171,19 @@ def test_the_default_rows_have_the_papers_budgets_that_are_possible(capsys):
     assert [row.name for row in bench_rows] == rows and len({*rows}) == len(rows)
     (grouped,) = bench.read_rows(["stepprune@64 group=4"], config, 1, "float32")
     assert grouped.pruner.group == 4
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b"])
+def test_operations_of_a_video_are_those_of_its_temporal_patches(name, capsys):
+    def count(*flags):
+        rows = ["--rows", "all", *(["evs@10%"] if flags else [])]
+        efficiency.main(["--model", name, "--tokens", "256", "--dry_run", *rows, *flags])
+        lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+        return {cells[0].strip("| "): [*map(float, cells[1:5])] for cells in lines[2:-1]}
+
+    image, short, long = count(), count("--frames", "15"), count("--frames", "64")
+    # Two frames are one temporal patch, which the tower encodes as an image.
+    assert short["all"][0] == pytest.approx(8 * image["all"][0], rel=0.01)
+    assert long["all"][0] == pytest.approx(32 * image["all"][0], rel=0.01)
+    assert short["all"][3] < long["all"][3] / 4
+    assert long["evs@10%"][3] < 0.2 * long["all"][3]

@@ -64,7 +64,7 @@ CASES = {
     "five frames": [(5, 33, 47, 1)],
     "six frames, half a second": [(6, 24, 64, 0.5)],
     "seven frames": [(7, 40, 24, 10)],
-    "eight frames": [(8, 31, 29, 4)],
+    "thirty-two frames": [(32, 17, 23, 4)],
     "narrow frames": [(4, 12, 90, 2)],
     "tiny frames": [(2, 5, 9, 2)],
     "two videos": [(3, 24, 32, 2), (4, 40, 40, 1)],

@@ -19,6 +19,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="mid", help=f"{', '.join(MODEL_SHAPES)}, or a config.json")
     help_text = "visual tokens of each image, for Qwen2.5-VL and Qwen3-VL"
     add("--tokens", type=positive, default=576, help=help_text)
+    help_text = "frames of a video in place of each image; --tokens are then those of two frames"
+    add("--frames", type=positive, help=help_text)
     add("--json", help="file for the results")
     add("--dry_run", action="store_true", help="count operations and exit")
     help_text = "rows, such as all cls@64 'stepprune@64 group=4'; default: every pruner"

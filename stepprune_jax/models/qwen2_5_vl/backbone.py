@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.data.videos import Video
+from stepprune_jax.data.videos import ClipShape, Video
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
@@ -128,6 +128,9 @@ class QwenBackbone(Backbone):
     def read_video(self, settings: QwenImageSettings, video: Video) -> Clip:
         return videos.read_clip(self, settings.video, video)
 
+    def inspect_video(self, settings: QwenImageSettings, video: Video) -> ClipShape:
+        return videos.inspect_clip(self, settings.video, video)
+
     @abc.abstractmethod
     def sample_frames(
         self, settings: VideoSettings, total: int, rate: float, video: Video
@@ -156,6 +159,18 @@ class QwenBackbone(Backbone):
         frames = self.config.vision.temporal_patch_size
         values = np.tile(np.asarray(pixels.values), (1, 1, frames))
         return pixels._replace(values=values, of_video=np.zeros(len(values), bool))
+
+    def patch_shapes(self, count: int, num_tokens: int) -> Patches:
+        vision = self.config.vision
+        num_values = vision.temporal_patch_size * 3 * vision.patch_size**2
+        return Patches(
+            jax.ShapeDtypeStruct((count, num_tokens * vision.unit, num_values), np.uint8),
+            jax.ShapeDtypeStruct((count, 2), np.int32),
+            jax.ShapeDtypeStruct((count,), np.bool_),
+        )
+
+    def num_padded_patch_tokens(self, num_tokens: int) -> int:
+        return images.num_padded_tokens(num_tokens, videos.MAX_CLIP_TOKENS)
 
     def num_padded_clip_tokens(self, num_tokens: int) -> int:
         return images.num_padded_tokens(num_tokens, num_tokens)

@@ -105,7 +105,7 @@ class Patches(NamedTuple):
 
     values: UInt8[Array | np.ndarray, "*i m v"] | Float[Array, "*i m v"] | jax.ShapeDtypeStruct
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
-    of_video: Bool[Array | np.ndarray, "*i"] | None = None
+    of_video: Bool[Array | np.ndarray, "*i"] | jax.ShapeDtypeStruct | None = None
 
 
 def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:

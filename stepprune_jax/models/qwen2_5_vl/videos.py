@@ -12,7 +12,15 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.data.videos import MAX_FPS, MAX_FRAMES, Video, VideoFrames, open_video
+from stepprune_jax.data.videos import (
+    MAX_FPS,
+    MAX_FRAMES,
+    ClipShape,
+    Frame,
+    Video,
+    VideoFrames,
+    open_video,
+)
 from stepprune_jax.models.config import (
     Json,
     number_rule,
@@ -243,13 +251,7 @@ def read_clip(family: Any, settings: VideoSettings, video: Video) -> Clip:
     size, grid, rows = None, np.zeros(2, np.int32), []
     for frame in frames.read(indices):
         if size is None:
-            with naming(video.name):
-                # One frame is repeated, so it counts as a complete temporal patch.
-                num_frames = max(len(indices), frames_per_patch)
-                old_size = FrameSize(*frame.shape[:2])
-                size = family.video_size(settings, old_size, num_frames)
-                num_tokens = num_patches * size.height * size.width // config.vision.factor**2
-                _check_tokens(num_tokens, len(indices))
+            size = _resized_size(family, settings, video, frame, len(indices))
         resized = resize_like_torch(frame, size.height, size.width)
         patches = to_patches(config, resized, max_tokens=MAX_CLIP_TOKENS)
         grid = np.asarray(patches.grid)
@@ -264,6 +266,42 @@ def read_clip(family: Any, settings: VideoSettings, video: Video) -> Clip:
     sampled_rate = len(indices) / total * frames.rate
     interval = family.time_interval(frames_per_patch / sampled_rate)
     return Clip(pixels, patch_times(frames, indices, frames_per_patch), interval)
+
+
+def inspect_clip(family: Any, settings: VideoSettings, video: Video) -> ClipShape:
+    """Returns the times and sizes of the frames that `read_clip` would read; see `read_clip`."""
+    frames, vision = open_video(video), family.config.vision
+    total = len(frames.times)
+    indices = frames.nearest(family.sample_frames(settings, total, frames.rate, video))
+    for frame in frames.read(indices[:1]):
+        size = _resized_size(family, settings, video, frame, len(indices))
+        times = patch_times(frames, indices, vision.temporal_patch_size)
+        return ClipShape(times, (size.height // vision.factor, size.width // vision.factor))
+    raise UserError(f"{video.name} has no frames")
+
+
+def _resized_size(
+    family: Any, settings: VideoSettings, video: Video, frame: Frame, num_frames: int
+) -> FrameSize:
+    """Returns the size of the resized frames of a video, and checks the number of its tokens.
+
+    Args:
+        family: the backbone, a `QwenBackbone`.
+        settings: settings of the video processor.
+        video: the video, for error messages.
+        frame: a decoded frame of the video.
+        num_frames: number of sampled frames.
+    """
+    vision = family.config.vision
+    num_patches = -(-num_frames // vision.temporal_patch_size)
+    with naming(video.name):
+        old_size = FrameSize(*frame.shape[:2])
+        # One frame is repeated, so it counts as a complete temporal patch.
+        num_counted_frames = max(num_frames, vision.temporal_patch_size)
+        size = family.video_size(settings, old_size, num_counted_frames)
+        num_tokens = num_patches * size.height * size.width // vision.factor**2
+        _check_tokens(num_tokens, num_frames)
+    return size
 
 
 def _check_tokens(num_tokens: int, num_frames: int) -> None:

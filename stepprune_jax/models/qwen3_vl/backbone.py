@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.videos import Video
+from stepprune_jax.data.videos import ClipShape, Video
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.images import Clip
@@ -64,7 +64,7 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
         return videos.frame_size(factor, settings, size, num_frames)
 
     @classmethod
-    def place_videos(cls, text: str, clips: Sequence[Clip | None]) -> str:
+    def place_videos(cls, text: str, clips: Sequence[Clip | ClipShape | None]) -> str:
         first_piece, *pieces = text.split(IMAGE_TEXT)
         placed = [first_piece]
         for clip, piece in zip(clips, pieces, strict=True):
