@@ -1,6 +1,6 @@
 r"""StepPrune on the world of moving shapes, with a small Qwen3-VL: 200 visual tokens a clip.
 
-    python -m experiments.moving_shapes --out data/moving_shapes
+    python -m experiments.moving_shapes --out data/moving_shapes --train 2000 --validation 64 --test 150
     python train.py --config experiments/configs/moving_shapes.py --workdir runs/moving_shapes
     python eval.py --config experiments/configs/moving_shapes.py --workdir runs/moving_shapes
 
@@ -20,7 +20,7 @@ def get_config(method: str = "stepprune") -> training.Run:
     return training.Run(
         method=method,
         recipe="auto",
-        steps=600,
+        steps=400,
         batch_size=32,
         model=training.ModelSettings(
             folder="experiments/models/moving_shapes_qwen3", rows_at_once=8
