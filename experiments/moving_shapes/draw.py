@@ -22,7 +22,7 @@ from experiments.moving_shapes.scene import (
 NUM_PATCHES = NUM_FRAMES // 2  # temporal patches of two frames
 NUM_TOKENS = NUM_PATCHES * GRID * GRID
 _COLOR_IDS = {color: number for number, color in enumerate(COLORS, start=1)}
-# Tokens that show a shape of a clip at least; a ring has as many in its first color.
+# Every shape of a clip covers at least this many tokens, and a ring in its first color does, too.
 MIN_SHAPE_TOKENS = 3
 # A token shows a shape if the shape covers at least this fraction of it, in the mean of its frames.
 _MIN_SHARE = 0.12

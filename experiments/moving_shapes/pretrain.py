@@ -227,10 +227,10 @@ def _memory_labels(labels: TokenLabels) -> dict[str, Int[Array, "i k"]]:
     shape = labels.shape.astype(jnp.int32)
     is_shape = shape >= 0
     of_shape = jax.nn.one_hot(shape, _MAX_SHAPES)
-    seen = jnp.cumsum(of_shape, axis=1) > 0
+    is_known_shape = jnp.cumsum(of_shape, axis=1) > 0
     kind_of_shape = jnp.max(of_shape * labels.kind[..., None], axis=1)
     same_kind = kind_of_shape[:, None] == labels.kind[..., None]
-    count = jnp.sum(seen & same_kind, axis=2)
+    count = jnp.sum(is_known_shape & same_kind, axis=2)
     index = jnp.where(is_shape, jnp.arange(shape.shape[1]), shape.shape[1])
     first_shape = jnp.take_along_axis(
         shape, jnp.minimum(index.min(1), shape.shape[1] - 1)[:, None], 1
@@ -576,9 +576,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog=_NAME, description=__doc__)
     parser.add_argument("--workdir", required=True, type=Path, help="folder of the run")
     parser.add_argument("--clips", type=int, default=6144, help="number of clips to draw")
-    parser.add_argument("--tower_steps", type=int, default=800, help="updates of the tower")
+    parser.add_argument("--tower_steps", type=int, default=600, help="updates of the tower")
     text = "updates of the language model"
-    parser.add_argument("--language_steps", type=int, default=1200, help=text)
+    parser.add_argument("--language_steps", type=int, default=1000, help=text)
     flags = parser.parse_args(arguments)
     result = pretrain(
         flags.workdir,

@@ -165,8 +165,8 @@ def random_scene(rng: np.random.Generator) -> Scene:
 def _random_enter_frames(rng: np.random.Generator, count: int, latest: int) -> list[int]:
     """Returns ascending frames in which shapes enter; the first is clearly ahead of the second."""
     first = int(rng.integers(0, latest - _LEAD + 1))
-    others = rng.integers(first + _LEAD, latest + 1, count - 1)
-    return [first, *sorted(others.tolist())]
+    later = rng.integers(first + _LEAD, latest + 1, count - 1)
+    return [first, *sorted(later.tolist())]
 
 
 def list_queries(scene: Scene) -> list[Query]:
@@ -201,7 +201,7 @@ def list_queries(scene: Scene) -> list[Query]:
 def choose_queries(scene: Scene, rng: np.random.Generator) -> list[Query]:
     """Returns one random question of each family that fits the scene, in random order.
 
-    The count is mostly that of the most frequent kind, so that the answers 1, 2 and 3 are balanced.
+    Most questions about counts name the most frequent kind, which balances the answers 1, 2 and 3.
     """
     queries, chosen = list_queries(scene), []
     for family in rng.permutation(FAMILIES):
