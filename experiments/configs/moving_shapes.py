@@ -1,6 +1,7 @@
 r"""StepPrune on the world of moving shapes, with a small Qwen3-VL: 200 visual tokens a clip.
 
-    python -m experiments.moving_shapes --out data/moving_shapes --train 2000 --validation 64 --test 150
+    python -m experiments.moving_shapes --out data/moving_shapes --train 2000 --validation 64 \
+        --test 150
     python train.py --config experiments/configs/moving_shapes.py --workdir runs/moving_shapes
     python eval.py --config experiments/configs/moving_shapes.py --workdir runs/moving_shapes
 

@@ -65,7 +65,7 @@ def coverage(shape: Shape) -> Float[np.ndarray, "visible side side"]:
     return np.clip(0.5 - distance, 0, 1)
 
 
-def _draw_background(rng: np.random.Generator) -> Float[np.ndarray, "frames side side 3"]:
+def draw_background(rng: np.random.Generator) -> Float[np.ndarray, "frames side side 3"]:
     """Returns a gray background with stones that lie still and flashes that last one frame."""
     shade = rng.uniform(50, 100)
     ground = np.kron(rng.normal(0, 7, (SIDE // 3, SIDE // 3)), np.ones((3, 3))) + shade
@@ -92,7 +92,7 @@ def draw_clip(scene: Scene) -> tuple[UInt8[np.ndarray, "frames side side 3"], To
         The frames, and the labels of their visual tokens.
     """
     rng = np.random.default_rng(scene.texture_seed)
-    frames = _draw_background(rng)
+    frames = draw_background(rng)
     shares = np.zeros((len(scene.shapes), NUM_TOKENS), np.float32)
     for index, shape in enumerate(scene.shapes):
         share, visible = coverage(shape), shape.visible_frames()
