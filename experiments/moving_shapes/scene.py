@@ -177,7 +177,11 @@ def list_queries(scene: Scene) -> list[Query]:
     """
     shapes, queries = scene.shapes, []
     first_frames = range(shapes[0].enter_frame, shapes[1].enter_frame)
-    first_frames = [frame for frame in first_frames if shapes[0].is_visible(frame)]
+    first_frames = [
+        frame
+        for frame in first_frames
+        if shapes[0].is_visible(frame) and frame < shapes[0].change_frame
+    ]
     text = "Which color enters first?"
     queries.append(Query(text, shapes[0].color, "first", tuple(first_frames), ((0, True),)))
     for index, shape in enumerate(shapes):
