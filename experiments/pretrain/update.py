@@ -84,7 +84,7 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
-def _accumulate(
+def average_gradients(
     loss: Callable,
     trained: PyTree,
     frozen: PyTree,
@@ -146,7 +146,8 @@ def init_state(recipe: Recipe, trained: PyTree) -> State:
     return State(trained, _optimizer(recipe).init(trained))
 
 
-def _apply(recipe: Recipe, state: State, grads: PyTree) -> State:
+def apply_gradients(recipe: Recipe, state: State, grads: PyTree) -> State:
+    """Returns the state after an update with these gradients."""
     updates, moments = _optimizer(recipe).update(grads, state.moments, state.trained)
     return State(optax.apply_updates(state.trained, updates), moments)
 
@@ -157,10 +158,10 @@ def _tower_update(key, state: State, images: Images, labels, recipe: Recipe):
     def loss(trained, _, piece, __):
         return tower_loss(trained, recipe.backbone, *piece)
 
-    grads, scalars = _accumulate(
+    grads, scalars = average_gradients(
         loss, state.trained, (), (images, labels), key, recipe.micro_batch, recipe.devices
     )
-    return _apply(recipe, state, grads), scalars
+    return apply_gradients(recipe, state, grads), scalars
 
 
 def _language_update(
@@ -189,10 +190,10 @@ def _language_update(
 
     frozen = (params, packed.prefix, tokens)
     batch = (images, tuple(packed[1:]), mentions, labels)
-    grads, scalars = _accumulate(
+    grads, scalars = average_gradients(
         loss, state.trained, frozen, batch, key, recipe.micro_batch, recipe.devices
     )
-    return _apply(recipe, state, grads), scalars
+    return apply_gradients(recipe, state, grads), scalars
 
 
 tower_update = jit_for_weights(_tower_update, ("recipe",), ("state",))

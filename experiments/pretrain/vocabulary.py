@@ -13,7 +13,7 @@ class Template(NamedTuple):
         start: token in front of every text; None for a family without such a token.
         end: token that ends an answer.
         words: words of prompts that the data does not have, such as the roles.
-        system: the beginning of every prompt.
+        system: the beginning of every prompt; None for prompts without a system prompt.
         added: further tokens, including the token of an image.
     """
 
@@ -21,14 +21,14 @@ class Template(NamedTuple):
     start: str | None
     end: str
     words: str
-    system: str
+    system: str | None
     added: tuple[str, ...]
 
 
 def build_tokenizer(texts: Iterable[str], template: Template, max_words: int = 8000) -> Any:
     """Builds a tokenizer with one token for each word, digit or sign, which ignores case.
 
-    The system prompt is a single token. Otherwise it would be a third of a small model's sequence.
+    A system prompt is a single token. Otherwise it would be a third of a small model's sequence.
 
     Args:
         texts: texts whose words are the vocabulary.
@@ -64,6 +64,7 @@ def build_tokenizer(texts: Iterable[str], template: Template, max_words: int = 8
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=start, eos_token=template.end, unk_token=unknown
     )
-    tokenizer.add_tokens([tokenizers.AddedToken(template.system, normalized=False)])
+    if template.system is not None:
+        tokenizer.add_tokens([tokenizers.AddedToken(template.system, normalized=False)])
     tokenizer.add_tokens(list(template.added), special_tokens=True)
     return tokenizer
