@@ -22,13 +22,15 @@ import stepprune_jax as sp
 SIDE, WORDS, KEPT = 32, 20, 64  # SIDE counts patches, of which four make a token
 N, V = (SIDE // 2) ** 2, 512  # special tokens lie beyond the small vocabulary: read as its last
 NEW_WORDS, PREFILL = 4, 2 * KEPT + 2 + WORDS  # PREFILL: length of the longest pruned sequence
+LENGTH = -(-(PREFILL + NEW_WORDS) // 8) * 8  # MaxText needs a whole number for each device
+# MaxText's batch has `per_device_batch_size` rows for each device of the process, here 2 in all.
 options = f"""model_name=qwen3-vl-2b override_model_config=true skip_jax_distributed_system=true
     attention=dot_product scan_layers=false vocab_size={V} base_emb_dim=512 base_mlp_dim=2048
     dtype=float32 hidden_size_for_vit=64 intermediate_size_for_vit=128 num_attention_heads_for_vit=1
     num_hidden_layers_for_vit=3 out_hidden_size_for_vit=512 deepstack_visual_indexes_for_vit=[0,1,2]
     base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=2
-    max_prefill_predict_length={PREFILL} max_target_length={PREFILL + NEW_WORDS}
-    per_device_batch_size={2 / jax.device_count()}"""  # MaxText counts all devices
+    max_prefill_predict_length={PREFILL} max_target_length={LENGTH}
+    per_device_batch_size={2 / jax.device_count()}"""
 config = maxtext.pyconfig.initialize(["", *options.split()])
 model = maxtext.from_config(config, devices=jax.devices()[:1], rngs=nnx.Rngs(0))
 structure, weights = nnx.as_pure(nnx.split(model))  # each trace merges variables of its own

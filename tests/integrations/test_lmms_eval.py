@@ -169,7 +169,16 @@ ARRAY = np.zeros((5, 8, 6, 3), np.uint8)
         (IMAGES[:1], {"frames_as_video": True}, [None]),
         (["missing.mp4"], {"fps": 1}, [("missing.mp4", None, 32)]),
     ],
-    ids=str,
+    ids=[
+        "file",
+        "file and image",
+        "array",
+        "array and frames",
+        "images",
+        "frames",
+        "frame",
+        "no file",
+    ],
 )
 def test_visuals_are_images_or_videos(module, monkeypatch, visuals, arguments, sampling):
     images = read_visuals(module, monkeypatch, *visuals, **arguments)
