@@ -32,5 +32,6 @@ def get_config(method: str = "stepprune") -> training.Run:
         eval=training.EvalSettings(
             methods="all,blind,evs,vidcom2,vcast,frames,random,stepprune",
             budgets=("1/4", "1/10", "1/20", "1/40"),
+            samples=0,  # reports draw images only
         ),
     )
