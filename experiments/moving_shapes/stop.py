@@ -1,6 +1,6 @@
-"""Prints how the counts of a learned stop follow the frames that hold the answers.
+r"""Prints how the counts of a learned stop follow the frames that hold the answers.
 
-    python -m experiments.moving_shapes.stop --data data/moving_shapes \
+python -m experiments.moving_shapes.stop --data data/moving_shapes \
         --answers runs/moving_shapes/answers/folder/stepprune-own-stop.jsonl
 """
 
