@@ -20,6 +20,7 @@ from experiments.moving_shapes.scene import (
     SIDE,
     list_queries,
 )
+from experiments.moving_shapes.stop import describe_stop
 from experiments.moving_shapes.world import clip_at, write_world
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.data.videos import Video, open_video
@@ -185,3 +186,17 @@ def test_a_strip_brightens_the_kept_tokens_only():
     assert is_bright == [True, *[False] * 6, True]
     with pytest.raises(UserError, match="expected indices below 8"):
         draw_strips(file, frames, (2, 2, 2), [Strip("", [8])])
+
+
+def test_the_stop_is_compared_with_the_frames_of_each_question(tmp_path):
+    rows = [("a", "way", [1, 2], 3), ("b", "way", [4], 1), ("c", "count", [1, 2, 3], 8)]
+    with (tmp_path / "test.jsonl").open("w") as questions, (tmp_path / "kept").open("w") as kept:
+        for name, family, frames, count in rows:
+            row = {"question_id": name, "category": family, "frames": frames}
+            questions.write(json.dumps(row) + "\n")
+            kept.write(json.dumps({"question_id": name, "kept": count}) + "\n")
+    assert describe_stop(tmp_path / "kept", tmp_path) == {
+        "mean_kept": 4.0,
+        "mean_kept_by_family": {"count": 8.0, "way": 2.0},
+        "spearman_frames": 1.0,
+    }
