@@ -86,8 +86,9 @@ def generate_answers(
     folder = Path(workdir) / ANSWERS
     source = run.model.inspect()
     policies = read_policies(run.eval, workdir, policy, source)
-    check_policies(policies, source.config, run.eval)
-    tasks = read_tasks(Conditions(run, source, policies, folder))
+    conditions = Conditions(run, source, policies, folder)
+    check_policies(policies, source.config, run.eval, conditions.num_tokens)
+    tasks = read_tasks(conditions)
     run.model.execution.check_backend()
     max_positions = source.config.text.max_positions
     expected = f"at most {max_positions}, the positions that the model was trained with"

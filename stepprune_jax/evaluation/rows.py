@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
+from stepprune_jax.benchmarks.folder import BENCHMARK as FOLDER
 from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import model_identity, policy_digest
 from stepprune_jax.evaluation.calibrate import Biases
@@ -67,6 +68,8 @@ def plan_rows(
     policies: Mapping[str, TrainedPruner],
     biases: Biases,
     seed: int,
+    *,
+    num_tokens: int | None = None,
 ) -> list[TableRow]:
     """Plans the rows of a table: each method at each budget of the settings.
 
@@ -81,6 +84,8 @@ def plan_rows(
         biases: stop biases by label and budget. A stop bias makes a learned stop meet a budget on
             average.
         seed: seed of random methods.
+        num_tokens: visual tokens of the largest image or video; None for those of the largest image
+            that the model reads.
 
     Returns:
         The rows. A method that does not support the model has no row, unless `settings.methods`
@@ -91,9 +96,9 @@ def plan_rows(
             is invalid.
     """
     rows = _plan_untrained_rows(settings, config, seed)
-    max_image_tokens = config.max_image_tokens
+    num_tokens = config.max_image_tokens if num_tokens is None else num_tokens
     for label, policy in policies.items():
-        rows += _plan_policy_rows(settings, max_image_tokens, label, policy, biases.get(label))
+        rows += _plan_policy_rows(settings, num_tokens, label, policy, biases.get(label))
     return [row for row in rows if settings.is_selected(row.policy or row.label)]
 
 
@@ -186,10 +191,23 @@ class Conditions:
         """The settings of the evaluation."""
         return self.run.eval
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
-        """Visual tokens of the largest image."""
-        return self.source.config.max_image_tokens
+        """Visual tokens of the largest image that the model reads, or of the largest video.
+
+        If all questions of a data folder are about videos, no image counts. One frame of each video
+        is decoded.
+        """
+        num_image_tokens = self.source.config.max_image_tokens
+        if self.settings.benchmark_names != [FOLDER.name]:
+            return num_image_tokens
+        questions = self.run.questions(FOLDER.name)
+        videos = {q.video.identity: q.video for q in questions if q.video is not None}
+        backbone = self.source.backbone
+        settings = backbone.image_settings(self.source.vision_folder or self.source.folder)
+        counts = [backbone.inspect_video(settings, video).num_tokens for video in videos.values()]
+        has_images = any(question.video is None for question in questions)
+        return max([*counts, *([num_image_tokens] if has_images or not counts else [])])
 
     @functools.cached_property
     def weights(self) -> str:
@@ -204,7 +222,14 @@ class Conditions:
     def rows(self, biases: Biases) -> list[TableRow]:
         """Plans the rows with these stop biases, as `plan_rows` does."""
         run = self.run
-        return plan_rows(run.eval, self.source.config, self.policies, biases, run.seed)
+        return plan_rows(
+            run.eval,
+            self.source.config,
+            self.policies,
+            biases,
+            run.seed,
+            num_tokens=self.num_tokens,
+        )
 
     def files(
         self, rows: Sequence[TableRow], benchmark: Benchmark, questions: Sequence[BenchmarkQuestion]

@@ -344,7 +344,10 @@ def read_policies(
 
 
 def check_policies(
-    policies: Mapping[str, TrainedPruner], config: ModelConfig, settings: EvalSettings
+    policies: Mapping[str, TrainedPruner],
+    config: ModelConfig,
+    settings: EvalSettings,
+    num_tokens: int,
 ) -> None:
     """Checks that the budgets fit the model, and that the policies fit the model and the budgets.
 
@@ -352,12 +355,12 @@ def check_policies(
         policies: the policies by label.
         config: configuration of the model.
         settings: settings with the budgets.
+        num_tokens: visual tokens of the largest image or video.
 
     Raises:
         UserError: a budget exceeds the visual tokens of the model or the steps of a policy, or a
             policy does not fit the model. The message names the label.
     """
-    num_tokens = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     is_valid = max(counts, default=0) <= num_tokens
     settings.expect("budgets", is_valid, f"at most the {num_tokens} visual tokens of the model")

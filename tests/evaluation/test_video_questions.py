@@ -1,6 +1,7 @@
 """An evaluation of questions about videos and images of a data folder."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from visual import noise
 
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.data.json_files import write_json_lines
+from stepprune_jax.evaluation.rows import Conditions
 from stepprune_jax.user_input import UserError
 
 FRAMES = (4, 9)
@@ -68,3 +70,24 @@ def test_answers_of_another_sampling_are_not_taken_over(world):
     run, workdir = world
     with pytest.raises(UserError, match="questions"):
         evaluate(run.replace({"data.num_frames": 4}), workdir)
+
+
+def test_budgets_count_the_tokens_of_the_largest_video(world, tmp_path):
+    """If there are images, too, the largest image that the model reads counts as well."""
+    run, workdir = world
+    source = run.model.inspect()
+    largest_image = source.config.max_image_tokens
+    answers = workdir / "answers" / "folder" / "all-tokens.jsonl"
+    records = map(json.loads, answers.read_text().splitlines())
+    kept = {record["question_id"]: record["kept"] for record in records}
+    assert largest_image > kept["v1"] > kept["v0"]
+    assert Conditions(run, source, {}, tmp_path).num_tokens == largest_image
+    data = tmp_path / "data"
+    shutil.copytree(run.data.folder, data)
+    questions = map(json.loads, (data / "test.jsonl").read_text().splitlines())
+    write_json_lines(data / "test.jsonl", [q for q in questions if "video" in q])
+    run_of_videos = run.replace({"data.folder": str(data)})
+    conditions = Conditions(run_of_videos, source, {}, tmp_path)
+    assert conditions.num_tokens == kept["v1"]
+    _, random_row = conditions.rows({})
+    assert random_row.count(conditions.num_tokens) == kept["v1"] // 3
