@@ -20,6 +20,7 @@ from stepprune_jax.cli import generate
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.efficiency.rows import read_rows
 from stepprune_jax.evaluation.rows import Conditions, plan_rows
+from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.integrations.answerer import AnswererOptions, load_answerer
 from stepprune_jax.pruning import Budget
 from stepprune_jax.registry import PRUNERS, build_pruner, resolve_pruner, user_digest
@@ -186,6 +187,13 @@ def test_the_digest_covers_the_base_classes_outside_the_package(write):
     assert user_digest("grid") is None
 
 
+@pytest.fixture
+def without_questions(monkeypatch):
+    """Evaluations read no data folder."""
+    monkeypatch.setattr(EvaluationRun, "questions", lambda *_: [])
+
+
+@pytest.mark.usefixtures("without_questions")
 def test_an_evaluation_has_rows_of_a_class_with_its_options_and_digest(norm, tmp_path):
     methods = f"all,grid,{norm}"
     run = small_run("model", "data", methods=methods, options=f"{norm} order=1", budgets=(4,))
@@ -200,6 +208,7 @@ def test_an_evaluation_has_rows_of_a_class_with_its_options_and_digest(norm, tmp
     assert "source" not in files[1].provenance.made
 
 
+@pytest.mark.usefixtures("without_questions")
 def test_answers_of_a_changed_file_are_not_continued(norm, tmp_path, forget):
     """The resolved class stays the same in a process, so `forget` stands for a new process."""
 

@@ -101,12 +101,12 @@ def test_title_and_first_sentence_come_from_the_rows(tmp_path):
         table = merge_scores({"run": scores})
         return write_page(tmp_path / "i.html", table, [], num_examples=0).read_text()
 
-    assert "<h1>StepPrune and &lt;u&gt;grid&lt;/u&gt; on folder</h1>" in written(SCORES)
+    assert "<h1>StepPrune and &lt;u&gt;grid&lt;/u&gt; on a data folder</h1>" in written(SCORES)
     others = [
         score(f"m{number}", budget, 10.0 * number) for number in range(1, 6) for budget in (2, 4)
     ]
     text = written([SCORES[0], *others])
-    assert "<h1>5 pruning methods on folder</h1>" in text and "StepPrune" not in text
+    assert "<h1>5 pruning methods on a data folder</h1>" in text and "StepPrune" not in text
     # Without a policy, the sentence is about the best row with the smallest budget.
     assert "With 2.0 of 9 visual tokens on average, m5 has 62.5 % of the score" in text
     assert "with all tokens, the model answers no question" in written(
