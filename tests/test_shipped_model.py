@@ -12,6 +12,7 @@ import stepprune_jax as sp
 from experiments.shapes import write_world
 from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.checkpoints.shipped import MODELS, POLICIES, SHAPES_MODEL, policy_names
@@ -103,7 +104,9 @@ def test_every_shipped_model_has_a_policy():
 )
 def test_policies_fit_their_model_and_record_their_origin(model, qwen, file):
     policy = load_policy(file)
-    policy.check_fits(qwen.config if file.stem == "shapes_qwen" else model.config)
+    folder = EXPERIMENTS.parent / "models" / "moving_shapes_qwen3"
+    configs = {"shapes_qwen": qwen.config, "moving_shapes": inspect_folder(folder).config}
+    policy.check_fits(configs.get(file.stem, model.config))
     assert policy.stats is not None
     _, metadata = safetensors.read_contents(file)
     assert {"seed", "commit", "command"} <= json.loads(metadata["about"]).keys()
