@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from tiny_llava_next import tiny_llava_next
 from tiny_qwen import qwen_tokenizer
 
 from stepprune_jax import testing
@@ -207,6 +208,14 @@ def test_a_method_that_does_not_fit_the_model_is_refused(setting, fields, messag
     setting(json.dumps(fields))
     backbone = load_vlm(SHAPES_MODEL, use="embeddings", progress=False).backbone
     with pytest.raises(ValueError, match=message):
+        read_settings().check(backbone)
+
+
+def test_methods_that_read_the_tower_are_refused_for_llava_next(setting, tmp_path):
+    setting('{"pruner": "visionzip", "budget": 4}')
+    folder = tiny_llava_next(tmp_path / "model")
+    backbone = load_vlm(folder, use="embeddings", progress=False).backbone
+    with pytest.raises(ValueError, match=r"visionzip reads the tower of each tile, .* divprune"):
         read_settings().check(backbone)
 
 

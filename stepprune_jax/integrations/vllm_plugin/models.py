@@ -5,7 +5,6 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from vllm.model_executor.models.qwen3_vl import (
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
-from stepprune_jax.integrations.vllm_plugin import VARIABLE, positions
+from stepprune_jax.integrations.vllm_plugin import positions
 from stepprune_jax.integrations.vllm_plugin.processing import (
     WORDS,
     PrunedLlavaNextProcessor,
@@ -48,10 +47,6 @@ from stepprune_jax.integrations.vllm_plugin.taps import TapRecorder
 from stepprune_jax.integrations.vllm_plugin.tiles import lay_out_tiles
 from stepprune_jax.user_input import UserError
 
-_LOG = logging.getLogger(__name__)
-# Families whose answers equal the answers of `generate` in the tests with vLLM.
-_TESTED_FAMILIES = ("qwen2_5_vl", "llava")
-
 
 def make_selector(vllm_config: Any) -> ImageSelector:
     """Creates the selector of the setting for a model.
@@ -60,8 +55,6 @@ def make_selector(vllm_config: Any) -> ImageSelector:
         UserError: the setting does not fit the model or its parallelism.
     """
     backbone = read_backbone(vllm_config.model_config)
-    if backbone.name not in _TESTED_FAMILIES:
-        _LOG.warning("answers of %s with %s are not tested: compare them", backbone.name, VARIABLE)
     selector = ImageSelector(read_settings(), backbone)
     if selector.taps and vllm_config.parallel_config.tensor_parallel_size > 1:
         # Each process sees its own heads, so the processes would keep different tokens.

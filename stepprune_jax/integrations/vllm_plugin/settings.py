@@ -83,7 +83,12 @@ class PluginSettings:
             raise UserError(f"{pruner.name} reads the words of a question, and the plugin its ids")
         if pruner.keeps_images:
             raise UserError(f"{pruner.name} prunes videos only, and the plugin images only")
-        pruner.taps(config)  # raises if the model's tower lacks what the method reads
+        taps = pruner.taps(config)  # raises if the model's tower lacks what the method reads
+        if taps and backbone.name == "llava_next":
+            raise UserError(
+                f"{pruner.name} reads the tower of each tile, and its answers on LLaVA-NeXT differ "
+                "from those of stepprune-serve: use divprune, or stepprune-serve"
+            )
 
 
 @functools.cache

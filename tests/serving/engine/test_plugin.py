@@ -139,6 +139,7 @@ def wide_llava_next(folder):
     """Writes a tiny LLaVA-NeXT that vLLM takes."""
     raw: Any = tiny_next_config(len(tiny_tokenizer()))
     text = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text["max_position_embeddings"] = ENGINE["max_model_len"]
     tiny_llava_next(folder, text_config=raw["text_config"] | text)
     processor = {
         "processor_class": "LlavaNextProcessor",
@@ -169,7 +170,9 @@ def family(request, tmp_path_factory, wide_llava, wide_qwen):
         model, sizes = wide_llava, [(24, 24)]
     else:
         model, sizes = wide_llava_next(folder / "model"), [(48, 24), (24, 48), (48, 48)]
-    settings = [{"pruner": "divprune", "budget": "1/3"}, {"pruner": "visionzip", "budget": 4}]
+    settings = [{"pruner": "divprune", "budget": "1/3"}]
+    if request.param == "llava":  # refused for LLaVA-NeXT
+        settings.append({"pruner": "visionzip", "budget": 4})
     # The policy keeps at most half of the nine tokens of a LLaVA-1.5.
     return model, sizes, [*settings, {"policy": str(policy), "budget": 4}], "compact"
 
