@@ -361,3 +361,15 @@ def test_a_configured_cache_folder_of_jax_is_kept(flags, folder):
         assert jax.config.jax_compilation_cache_dir == folder
     finally:
         jax.config.update("jax_compilation_cache_dir", old_folder)
+
+
+def test_a_misspelled_flag_is_asked_about(capsys):
+    """Without the question, the message names the missing flag only."""
+    parser = Parser(prog="ask")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--policy")
+    for arguments, flag in ((["--modl", "x"], "model"), (["--model=x", "--polcy=y"], "policy")):
+        with pytest.raises(SystemExit):
+            parser.parse_args(arguments)
+        problem = capsys.readouterr().err
+        assert f"Did you mean --{flag}?" in problem and problem.count("\n") == 1
