@@ -101,6 +101,19 @@ sys.argv = ["stepprune-table", "RUN"]
 """
 
 
+def interrupt(code):
+    """Runs a program, and interrupts it when it is ready; returns its outputs and its status."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=LONGEST)
+        finally:
+            process.kill()
+    return output, errors, process.returncode
+
+
 @pytest.mark.parametrize(
     "wait",
     [
@@ -111,30 +124,15 @@ sys.argv = ["stepprune-table", "RUN"]
     ],
 )
 def test_an_interrupt_ends_a_command_in_one_line(wait):
-    code = f"{START}\n{wait}\nextras.table()"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=LONGEST)
-        finally:
-            process.kill()
-    assert errors == "stepprune-table: interrupted\n"
-    assert process.returncode == 130
+    output, errors, status = interrupt(f"{START}\n{wait}\nextras.table()")
+    assert output == "" and errors == "stepprune-table: interrupted\n"
+    assert status == 130
 
 
 def test_an_interrupt_during_garbage_collection_is_raised_after_it():
     """Python drops errors of callbacks, so the command would continue."""
-    code = f"{START}\nreplace_command(wait_in_the_garbage_collector)\nextras.table()"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=LONGEST)
-        finally:
-            process.kill()
+    replacement = "replace_command(wait_in_the_garbage_collector)"
+    output, errors, _ = interrupt(f"{START}\n{replacement}\nextras.table()")
     assert output == "reacted\n" and errors == "stepprune-table: interrupted\n"
 
 

@@ -43,7 +43,7 @@ def draw_picture(
     strips = []
     for query, answer in zip(chosen, answers, strict=True):
         num_kept = len(answer.kept_indices[0])
-        title = f"{query.text}  {answer.text}   ({num_kept} of 200 tokens)"
+        title = f"{query.text}  {answer.text}   ({num_kept} of {answer.visual_tokens} tokens)"
         strips.append(Strip(title, list(answer.kept_indices[0])))
         print(f"{title}; correct: {query.answer}; frames {list(query.frames)}")
     temporal_patches, rows, columns = answers[0].grids[0]
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog=_NAME, description=__doc__)
     parser.add_argument("--model", default="experiments/models/moving_shapes_qwen3", help="folder")
     parser.add_argument("--policy", default="experiments/policies/moving_shapes.safetensors")
-    parser.add_argument("--out", type=Path, default=Path("experiments/images/moving_shapes.png"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/moving_shapes.png"))
     parser.add_argument("--seed", type=int, default=0, help="seed of the world")
     parser.add_argument("--clip", type=int, default=0, help="number of the test clip")
     families = ["count", "before"]

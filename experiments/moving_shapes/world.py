@@ -21,11 +21,11 @@ from experiments.moving_shapes.scene import (
     Scene,
     choose_queries,
 )
-from stepprune_jax.data.json_files import read_json_object, write_json, write_json_lines
+from experiments.shapes.world import MANIFEST, PARTIAL, is_complete
+from stepprune_jax.data.json_files import write_json, write_json_lines
 from stepprune_jax.extras import need
-from stepprune_jax.user_input import UserError, expect
+from stepprune_jax.user_input import expect
 
-MANIFEST, PARTIAL = "world.json", "world.partial.json"
 VERSION = 1
 # Folder of the clips; data folders have images and videos in one folder.
 CLIPS = "images"
@@ -187,7 +187,7 @@ def write_world(
         "frames": NUM_FRAMES,
         "side": SIDE,
     }
-    if _is_complete(folder, settings):
+    if is_complete(folder, settings):
         return folder
     (folder / CLIPS).mkdir(parents=True, exist_ok=True)
     write_json(folder / PARTIAL, settings)
@@ -200,24 +200,3 @@ def write_world(
                 _write_questions(folder, split, answered)
     os.replace(folder / PARTIAL, folder / MANIFEST)
     return folder
-
-
-def _is_complete(folder: Path, settings: dict[str, object]) -> bool:
-    """Returns whether a folder has this complete world; raises a UserError for other contents."""
-    manifests = [folder / name for name in (MANIFEST, PARTIAL) if (folder / name).is_file()]
-    if not manifests:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"{folder} has files but no {MANIFEST}: choose another folder")
-        return False
-    written = read_json_object(manifests[0])
-    changes = [
-        f"{name} is {written.get(name)}, not {settings.get(name)}"
-        for name in settings | written
-        if written.get(name) != settings.get(name)
-    ]
-    if changes:
-        raise UserError(
-            f"{folder} has a world with other settings ({'; '.join(changes)}); choose another "
-            "folder or delete it"
-        )
-    return manifests[0].name == MANIFEST

@@ -213,7 +213,7 @@ def write_world(
         expected = f"multiples of the {patch} pixels of a patch"
         expect("sizes of the shapes world", list(sizes), is_valid, expected)
         settings["sizes"] = list(sizes)
-    if _is_complete(folder, settings):
+    if is_complete(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     (folder / PARTIAL).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
@@ -229,7 +229,7 @@ def write_world(
     return folder
 
 
-def _is_complete(folder: Path, settings: dict[str, object]) -> bool:
+def is_complete(folder: Path, settings: dict[str, object]) -> bool:
     """Returns whether a folder has this complete world.
 
     Raises:

@@ -150,8 +150,7 @@ def count_patches(backbone: Backbone, num_frames: int | None) -> int:
     if num_frames is None:
         return 0
     config = backbone.config
-    reads_videos = config.sizes_vary and not config.is_tiled
-    expect("--frames", num_frames, reads_videos, "no value: this model reads images only")
+    expect("--frames", num_frames, backbone.reads_videos, "no value: this model reads images only")
     num_patches = -(-num_frames // config.vision.temporal_patch_size)
     max_patches = MAX_CLIP_TOKENS // config.max_image_tokens
     expected = f"at most {max_patches * config.vision.temporal_patch_size} of these --tokens"

@@ -25,7 +25,6 @@ from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator, check_run
 from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -232,11 +231,8 @@ def _check_videos(generator: Generator, questions: Sequence[AskedQuestion]) -> N
     if not videos:
         return
     backbone = generator.model.backbone
-    if type(backbone).read_video is Backbone.read_video:
-        raise UserError(
-            f"{len(videos)} video(s) for {backbone.name}, which reads images only; Qwen2.5-VL and "
-            "Qwen3-VL read videos"
-        )
+    if not backbone.reads_videos:
+        raise backbone.no_videos()
     if not generator.pruner.reads_videos:
         raise UserError(f"{generator.pruner.name} prunes images only, and no videos")
     if any(video.is_file for video in videos.values()):

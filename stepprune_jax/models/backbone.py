@@ -318,6 +318,17 @@ class Backbone(abc.ABC):
     # an image. Pruners and prompts see a video as one image, whose grid stacks the grids of its
     # temporal patches from top to bottom.
 
+    @property
+    def reads_videos(self) -> bool:
+        """Whether the model reads videos: whether its family defines `read_video`."""
+        return type(self).read_video is not Backbone.read_video
+
+    def no_videos(self) -> NoVideosError:
+        """Returns the error of a model that reads no videos. The message names who reads them."""
+        return NoVideosError(
+            f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
+        )
+
     def read_video(self, settings: Processor, video: Video) -> Clip:
         """Reads the sampled frames of a video.
 
@@ -326,9 +337,7 @@ class Backbone(abc.ABC):
             NoVideosError: the model reads no videos.
             ValueError: the video cannot be read.
         """
-        raise NoVideosError(
-            f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
-        )
+        raise self.no_videos()
 
     def inspect_video(self, settings: Processor, video: Video) -> ClipShape:
         """Returns the times and sizes of the frames that `read_video` would read.
@@ -336,9 +345,7 @@ class Backbone(abc.ABC):
         Decodes only the first frame. Raises the errors of `read_video`, except for later frames
         that are damaged.
         """
-        raise NoVideosError(
-            f"{self.name} reads images only, and no videos; Qwen2.5-VL and Qwen3-VL read videos"
-        )
+        raise self.no_videos()
 
     def as_patch_of_clip(self, pixels: Pixels) -> Pixels:
         """Returns the pixels of images in the form of temporal patches, for a batch with videos."""

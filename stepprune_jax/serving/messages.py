@@ -22,7 +22,6 @@ from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.inference.plan import adapt_counts, check_videos
 from stepprune_jax.inference.request import ImageLike, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget, Pruner
@@ -506,11 +505,8 @@ class RequestParser:
         if part_type == "image_url":
             return read_image(url, f"{field_path}.url", self.limits)
         backbone = self.model.backbone
-        if type(backbone).read_video is Backbone.read_video:
-            raise messages_error(
-                f"{field_path} is a video, and {backbone.name} reads images only; Qwen2.5-VL and "
-                "Qwen3-VL read videos"
-            )
+        if not backbone.reads_videos:
+            raise messages_error(f"{field_path} is a video: {backbone.no_videos()}")
         return read_video(url, f"{field_path}.url", sampling, self.limits)
 
 

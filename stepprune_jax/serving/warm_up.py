@@ -181,7 +181,7 @@ class _WarmUp:
                         images = self._repeat_image(pixels, num_images)
                         yield _BatchKind(batch_size, is_sampled, images, budget)
 
-    def run_kind(self, kind: _BatchKind, place: str = "") -> None:
+    def run_kind(self, kind: _BatchKind, place: str) -> None:
         """Compiles the programs of one kind of batch, for texts and questions of all lengths.
 
         Args:

@@ -182,7 +182,8 @@ def test_an_error_names_the_invalid_field(llava_parser, changes, status, field, 
         (
             [{"role": "user", "content": [VIDEO]}],
             400,
-            "messages[0].content[0].video_url is a video, and llava reads images only; Qwen2.5-VL "
+            "messages[0].content[0].video_url is a video: llava reads images only, and no "
+            "videos; Qwen2.5-VL "
             "and Qwen3-VL read videos",
         ),
     ],

@@ -195,7 +195,8 @@ def test_a_server_may_lack_what_a_video_needs(parser, llava_model, monkeypatch, 
     assert "holov prunes images only, and no videos" in message(
         parser, url, pruner="holov", budget=4
     )
-    assert "reads images only; Qwen2.5-VL and Qwen3-VL" in message(make_parser(llava_model), url)
+    refusal = message(make_parser(llava_model), url)
+    assert "reads images only, and no videos; Qwen2.5-VL and Qwen3-VL" in refusal
     (tmp_path / "long.mp4").write_bytes(make_clip(300, 30, 24, 24))
     few_bytes = make_parser(parser.model, RequestLimits(100, 10_000, 2, tmp_path))
     with pytest.raises(RequestError, match="a file of more than 100 bytes"):
