@@ -80,8 +80,8 @@ def wait_in_the_garbage_collector():
         print("ready", flush=True)
         time.sleep(1)
     gc.callbacks.append(_xla_gc_callback)
-    gc.collect()
-    try:
+    try:  # The collection continues after its callback, and may be interrupted.
+        gc.collect()
         time.sleep(600)
     except KeyboardInterrupt:
         print("reacted", flush=True)
