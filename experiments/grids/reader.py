@@ -11,7 +11,15 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.grids.world import KINDS, NUM_ANSWERS, WIDTH, Grid, Questions, sample_questions
+from experiments.grids.world import (
+    KINDS,
+    NUM_ANSWERS,
+    NUM_WORDS,
+    WIDTH,
+    Grid,
+    Questions,
+    sample_questions,
+)
 
 MODEL_WIDTH, NUM_HEADS, NUM_LAYERS = 64, 4, 3
 Weights = dict[str, Any]
@@ -19,7 +27,7 @@ Weights = dict[str, Any]
 
 def init_reader(key: Array, grid: Grid) -> Weights:
     """Returns random weights of the projector, the word embeddings and the layers."""
-    w, keys = MODEL_WIDTH, iter(jax.random.split(key, 5 + 4 * NUM_LAYERS))
+    w, keys = MODEL_WIDTH, iter(jax.random.split(key, 6 + 4 * NUM_LAYERS))
 
     def dense(rows, columns):
         return jax.random.normal(next(keys), (rows, columns)) / rows**0.5
@@ -35,6 +43,7 @@ def init_reader(key: Array, grid: Grid) -> Weights:
         "end": dense(1, w) * 0.5,
         "layers": layers,
         "head": dense(w, NUM_ANSWERS),
+        "order": dense(NUM_WORDS, w) * NUM_WORDS**0.5 * 0.5,
     }
 
 
@@ -50,7 +59,7 @@ def project(reader: Weights, tokens: Float[Array, "... d"]) -> Float[Array, "...
 
 
 def embed_words(reader: Weights, words: Int[Array, "b l"]) -> Float[Array, "b l w"]:
-    """Returns the embeddings of the words; zero in the padding."""
+    """Returns the embeddings of the words, without their order; zero in the padding."""
     return jnp.where((words >= 0)[..., None], reader["words"][words], 0)
 
 
@@ -60,10 +69,14 @@ def answer_logits(
     valid: Bool[Array, "b k"],
     words: Int[Array, "b l"],
 ) -> Float[Array, "b a"]:
-    """Returns logits of the answers, from the valid projected tokens and the question."""
+    """Returns logits of the answers, from the valid projected tokens and the question.
+
+    The order of the words tells which row and column name one cell.
+    """
     b = projected.shape[0]
     end = jnp.broadcast_to(reader["end"], (b, 1, MODEL_WIDTH))
-    x = jnp.concatenate([projected, embed_words(reader, words), end], axis=1)
+    ordered_words = embed_words(reader, words) + reader["order"]
+    x = jnp.concatenate([projected, ordered_words, end], axis=1)
     mask = jnp.concatenate([valid, words >= 0, jnp.ones((b, 1), bool)], axis=1)
     for layer in reader["layers"]:
         heads = (_norm(x) @ layer["qkv"]).reshape(b, -1, 3, NUM_HEADS, MODEL_WIDTH // NUM_HEADS)

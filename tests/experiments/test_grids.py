@@ -35,6 +35,21 @@ def test_an_answer_depends_on_the_needed_cells_only():
         assert distance.argmin() == answer
 
 
+def test_a_question_about_two_cells_says_which_column_belongs_to_which_row():
+    """Without the order of the words, two pairs of cells share a question."""
+    grid = Grid(4)
+    batch = sample_questions(jax.random.key(0), grid, 16, ("compare",))
+    reader = readers.init_reader(jax.random.key(1), grid)
+    arguments = reader, readers.project(reader, batch.tokens), batch.filled
+    swapped_columns = batch.words[:, np.array([0, 3, 2, 1])]
+    logits = readers.answer_logits(*arguments, batch.words)
+    swapped_logits = readers.answer_logits(*arguments, swapped_columns)
+    is_same_question = np.array(batch.words[:, 1] == batch.words[:, 3])
+    difference = np.abs(logits - swapped_logits).max(axis=1)
+    assert not is_same_question.all() and (difference[~is_same_question] > 1e-2).all()
+    assert (difference[is_same_question] == 0).all()
+
+
 def test_the_study_trains_a_reader_and_a_policy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(readers, "MODEL_WIDTH", 8)
     monkeypatch.setattr(study, "MODEL_WIDTH", 8)
