@@ -33,6 +33,7 @@ from experiments.grids.reader import (
     train_reader,
 )
 from experiments.grids.world import KINDS, WIDTH, Grid, Questions, sample_questions
+from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.selectors import RlooSettings
 
 BATCH_SIZE, BUDGETS, NUM_TEST_QUESTIONS = 32, (2, 4, 8, 16), 1024
@@ -267,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("experiments.grids", main)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from stepprune_jax import configurations
 from stepprune_jax.cli.compile_cache import keep_programs, user_folder
+from stepprune_jax.cli.freed_memory import keep_freed_memory
 from stepprune_jax.extras import MissingPackageError, explain
 from stepprune_jax.user_input import UserError, expect, local_path, nearest, one_line
 
@@ -431,6 +432,7 @@ def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr
     """
     name = program(name)
     show_messages(progress)
+    keep_freed_memory()
     with _exit_without_waiting(), one_line_errors(name):
         status = main()
     sys.exit(status)
