@@ -1,5 +1,6 @@
 """Parts of the vLLM plugin that need no vLLM; `make test-serving` tests it inside vLLM."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -37,11 +38,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An image or a video of a prompt, with rows and columns of its tokens."""
+    """An image or a video of a prompt, with temporal patches, rows and columns of its tokens."""
 
     modality: str
     mm_position: Place
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
 
 
 class PrunedPrompt(NamedTuple):
@@ -54,38 +55,36 @@ class PrunedPrompt(NamedTuple):
 
 
 def unpruned_positions(ids, items):
-    """Qwen2.5-VL's rule: an image extends by its longer side."""
+    """vLLM's rule for Qwen2.5-VL: an item extends by its longest axis."""
     columns, end, start = [], 0, 0
     for item in items:
-        offset, (rows, columns_of_item) = item.mm_position.offset, item.grid
+        offset = item.mm_position.offset
         columns.append(np.broadcast_to(np.arange(start, start + offset - end), (3, offset - end)))
         start += offset - end
-        columns.append(start + np.indices((1, rows, columns_of_item)).reshape(3, -1))
-        start, end = start + max(item.grid), offset + rows * columns_of_item
+        columns.append(start + np.indices(item.grid).reshape(3, -1))
+        start, end = start + max(item.grid), offset + int(np.prod(item.grid))
     columns.append(np.broadcast_to(np.arange(start, start + len(ids) - end), (3, len(ids) - end)))
     actual = torch.from_numpy(np.concatenate(columns, 1))
     return actual, int(actual.max()) + 1 - len(ids)
 
 
-def pruned_prompt(grids=((4, 2), (2, 3), (300, 3))):
-    """Builds a prompt whose images keep random tokens, and the positions that they should have."""
+def pruned_prompt():
+    """Builds a prompt whose items keep random tokens, and the positions that they should have."""
     random = np.random.default_rng(1)
     ids, items, kept, all_ids, all_items, columns = [], [], [], [], [], []
-    for (rows, num_columns), modality in zip(grids, ("image", "video", "image"), strict=True):
-        size = rows * num_columns
-        is_image = modality == "image"
-        places = np.sort(random.choice(size, size // 3, replace=False)) if is_image else None
+    for grid in ((1, 4, 2), (270, 2, 3), (1, 300, 3)):
+        size, is_image = int(np.prod(grid)), grid[0] == 1
+        places = np.sort(random.choice(size, size // 3, replace=False))
         for prompt, length, prompt_items in (
             (all_ids, size, all_items),
-            (ids, size if places is None else len(places), items),
+            (ids, len(places), items),
         ):
             prompt += [1, 2, 3]
             place = Place(len(prompt), length)
-            prompt_items.append(Item(modality, place, (rows, num_columns)))
+            prompt_items.append(Item("image" if is_image else "video", place, grid))
             prompt += [IMAGE if is_image else VIDEO] * length
         start = len(all_ids) - size
-        columns += range(start - 3, start)
-        columns += (start + (np.arange(size) if places is None else places)).tolist()
+        columns += [*range(start - 3, start), *(start + places).tolist()]
         kept.append(places)
     columns += range(len(all_ids), len(all_ids) + 2)
     full, _ = unpruned_positions([*all_ids, 4, 5], all_items)
@@ -93,21 +92,22 @@ def pruned_prompt(grids=((4, 2), (2, 3), (300, 3))):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_tokens_have_the_positions_of_the_unpruned_image(dtype):
+def test_kept_tokens_have_the_positions_of_the_unpruned_items(dtype):
     prompt = pruned_prompt()
     actual, delta = positions.prompt_positions(
-        unpruned_positions, prompt.ids, prompt.items, lambda item: int(np.prod(item.grid))
+        unpruned_positions,
+        prompt.ids,
+        prompt.items,
+        lambda item: [IMAGE if item.modality == "image" else VIDEO] * int(np.prod(item.grid)),
     )
     is_visual = torch.isin(torch.tensor(prompt.ids), torch.tensor([IMAGE, VIDEO]))
-    # The positions of text are final before the images are encoded.
+    # The positions of text are final before the items are encoded.
     assert (actual.numpy() == prompt.expected)[:, ~is_visual.numpy()].all()
     channels = []
     for item, places in zip(prompt.items, prompt.kept, strict=True):
         tokens = torch.zeros(item.mm_position.length, 7, dtype=dtype)
-        if places is None:
-            with_channels = positions.append_nothing(tokens)
-        else:
-            with_channels = positions.append_places(tokens, torch.from_numpy(places), item.grid[1])
+        offsets = np.indices(item.grid).reshape(3, -1)[:, places]
+        with_channels = positions.append_offsets(tokens, torch.from_numpy(offsets))
         assert with_channels.dtype == dtype and (with_channels[:, :7] == 0).all()
         channels.append(with_channels[:, 7:])
     at_once = positions.add_offsets(actual, is_visual, 0, channels)
@@ -115,10 +115,18 @@ def test_kept_tokens_have_the_positions_of_the_unpruned_image(dtype):
     assert delta == prompt.expected.max() + 1 - len(prompt.ids)
     # vLLM computes long prompts in parts, and some parts twice.
     all_channels, rank = torch.cat(channels), torch.cumsum(is_visual, 0) - is_visual.long()
-    for first, end in ((0, 4), (4, 9), (4, 9), (9, 200), (200, len(prompt.ids))):
+    for first, end in ((0, 4), (4, 9), (4, 9), (8, 200), (100, 300), (300, len(prompt.ids))):
         window = all_channels[rank[first] : rank[end - 1] + is_visual[end - 1]]
         actual = positions.add_offsets(actual, is_visual, first, [window])
     np.testing.assert_array_equal(actual, prompt.expected)
+
+
+def test_the_channels_hold_the_times_of_long_videos():
+    offsets = torch.tensor([[0, 255, 256, 200_003], [0, 1, 65_535, 65_536], [1, 2, 3, 4]])
+    with_channels = positions.append_offsets(torch.zeros(4, 0, dtype=torch.bfloat16), offsets)
+    pending = torch.tensor([[9] * 4, [9] * 4, [-1] * 4])
+    actual = positions.add_offsets(pending, torch.ones(4, dtype=torch.bool), 0, [with_channels])
+    np.testing.assert_array_equal(actual, 9 + offsets)
 
 
 @pytest.mark.parametrize("tokenizer_name", ["qwen", "tiny llava", "shapes", "shapes_qwen"])
@@ -201,7 +209,7 @@ def test_a_bad_setting_ends_vllm_with_one_line(setting, text, message):
     [
         ({"pruner": "fastv", "budget": 4}, "drops tokens between layers"),
         ({"pruner": "grid", "budget": 4000}, "budget"),
-        ({"pruner": "evs", "budget": 4}, "evs prunes videos only, and the plugin images only"),
+        ({"pruner": "evs", "budget": 4}, "evs prunes videos only, and the model reads images only"),
     ],
 )
 def test_a_method_that_does_not_fit_the_model_is_refused(setting, fields, message):
@@ -219,12 +227,52 @@ def test_methods_that_read_the_tower_are_refused_for_llava_next(setting, tmp_pat
         read_settings().check(backbone)
 
 
+@pytest.mark.parametrize(
+    ("pruner", "message"),
+    [("evs", None), ("grid", None), ("visionzip", "visionzip prunes images only, and no videos")],
+)
+def test_methods_without_a_meaning_for_videos_are_refused_by_name(setting, pruner, message):
+    setting(json.dumps({"pruner": pruner, "budget": 4}))
+    backbone = load_vlm(SHAPES_QWEN, use="embeddings", progress=False).backbone
+    read_settings().check(backbone)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        read_settings().check_videos(backbone)
+
+
+@pytest.mark.parametrize(
+    ("pruner", "budget", "num_frames", "count"),
+    [
+        ("grid", "1/3", 4, 16),
+        ("evs", "1/5", 4, 12),  # a temporal patch
+        ("evs", "1/3", 4, 16),
+        ("evs", "1/3", 1, 48),  # an image
+        ("frames", "1/3", 4, 12),
+        ("vidcom2", "1/99", 4, 4),  # a token of each temporal patch
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* of 48 visual tokens")
+def test_the_count_of_a_video_follows_from_its_temporal_patches(
+    setting, pruner, budget, num_frames, count
+):
+    setting(json.dumps({"pruner": pruner, "budget": budget}))
+    config = load_vlm(SHAPES_QWEN, use="embeddings", progress=False).config
+    assert read_settings().count_kept(config, 48, num_frames) == count
+
+
+def test_a_video_with_too_many_frames_is_refused(setting):
+    setting('{"pruner": "frames", "budget": "1/2"}')
+    config = load_vlm(SHAPES_QWEN, use="embeddings", progress=False).config
+    assert read_settings().count_kept(config, 2 * 384, 384) == 384
+    with pytest.raises(ValueError, match=r"385 temporal patches .* at most 384: sample fewer"):
+        read_settings().count_kept(config, 2 * 385, 385)
+
+
 def test_the_counts_of_a_policy_need_no_weights(setting):
     """vLLM counts in a process that it may fork later, where jax must not run."""
     setting('{"policy": "shapes_qwen", "budget": "1/3"}')
-    outline = read_settings().outline
-    assert outline.params is None
-    backbone = load_vlm(SHAPES_QWEN, use="embeddings", progress=False).backbone
-    full = read_settings().build()
+    settings = read_settings()
+    assert settings.outline.params is None
+    config = load_vlm(SHAPES_QWEN, use="embeddings", progress=False).config
+    full = settings.build()
     for size in (1, 5, 64, 196):
-        assert outline.schedule(backbone.config, size) == full.schedule(backbone.config, size)
+        assert settings.count_kept(config, size) == full.schedule(config, size).enter

@@ -1,13 +1,13 @@
-"""Prunes images inside vLLM, as a plugin of the entry point group `vllm.general_plugins`.
+"""Prunes images and videos inside vLLM, as a plugin of the group `vllm.general_plugins`.
 
 vLLM calls `register` in each of its processes. Without the environment variable `STEPPRUNE_VLLM`,
 the function does nothing. With it, four of vLLM's model classes are replaced by subclasses:
 
-* The processor (`processing`) puts K placeholders into the prompt for an image of n tokens. K
-  follows from n, so adaptive counts are not possible here.
+* The processor (`processing`) puts K placeholders into the prompt for an image or a video of n
+  tokens. K follows from n and the number of frames, so adaptive counts are not possible here.
 * The model (`models`) runs vLLM's tower, selects K tokens with a pruner of this package
-  (`selection`), and returns these tokens. On Qwen models, each token also carries its row and
-  column, and `positions` turns them into the position ids of the unpruned image.
+  (`selection`), and returns these tokens. On Qwen models, each token also carries its time, row and
+  column, and `positions` turns them into the position ids of the unpruned prompt.
 
 This module imports neither vLLM nor jax at its top, because vLLM imports it in any case.
 """

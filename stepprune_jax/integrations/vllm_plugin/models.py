@@ -1,4 +1,4 @@
-"""Subclasses of vLLM's models that keep a part of each image's tokens."""
+"""Subclasses of vLLM's models that keep a part of the tokens of each image and video."""
 
 # vLLM is not installed where types are checked, so the classes in front of its models have bases
 # that the checker does not know.
@@ -6,6 +6,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,52 +23,65 @@ from vllm.model_executor.models.llava_next import (
 from vllm.model_executor.models.qwen2_5_vl import (
     Qwen2_5_VLDummyInputsBuilder,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessingInfo,
 )
 from vllm.model_executor.models.qwen3_vl import (
     Qwen3VLDummyInputsBuilder,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessingInfo,
+    Qwen3VLMultiModalProcessor,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.platforms import current_platform
 
 from stepprune_jax.integrations.vllm_plugin import positions
 from stepprune_jax.integrations.vllm_plugin.processing import (
-    WORDS,
+    WORDS_OF,
     PrunedLlavaNextProcessor,
     PrunedLlavaProcessor,
+    PrunedQwen2_5_VLInfo,
     PrunedQwen2_5_VLProcessor,
+    PrunedQwen3VLInfo,
     PrunedQwen3VLProcessor,
     read_backbone,
 )
-from stepprune_jax.integrations.vllm_plugin.selection import EncodedImage, ImageSelector
+from stepprune_jax.integrations.vllm_plugin.selection import (
+    EncodedItem,
+    KeptTokens,
+    TokenSelector,
+)
 from stepprune_jax.integrations.vllm_plugin.settings import read_settings
 from stepprune_jax.integrations.vllm_plugin.taps import TapRecorder
 from stepprune_jax.integrations.vllm_plugin.tiles import lay_out_tiles
 from stepprune_jax.user_input import UserError
 
 
-def make_selector(vllm_config: Any) -> ImageSelector:
+def make_selector(vllm_config: Any) -> TokenSelector:
     """Creates the selector of the setting for a model.
 
     Raises:
         UserError: the setting does not fit the model or its parallelism.
     """
     backbone = read_backbone(vllm_config.model_config)
-    selector = ImageSelector(read_settings(), backbone)
+    selector = TokenSelector(read_settings(), backbone)
     if selector.taps and vllm_config.parallel_config.tensor_parallel_size > 1:
         # Each process sees its own heads, so the processes would keep different tokens.
         raise UserError("a method that reads the tower's attention needs --tensor-parallel-size 1")
     return selector
 
 
-class PruningQwen:
-    """Keeps a part of each image's tokens at their original positions.
+# Inputs of vLLM's Qwen models for each modality: the pixels, and what the positions depend on.
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+_LAYOUT = {
+    "image": ("image_grid_thw",),
+    "video": ("video_grid_thw", "second_per_grid_ts", "timestamps"),
+}
 
-    A base class in front of a Qwen model of vLLM. Videos pass unchanged: `embed_multimodal` of the
-    model calls `_postprocess_video_embeds_evs` for them, which is the place for methods that prune
-    videos.
+
+class PruningQwen:
+    """Keeps a part of the tokens of each image and video at their original positions.
+
+    A base class in front of a Qwen model of vLLM, whose `embed_multimodal` calls
+    `_postprocess_image_embeds_evs` and `_postprocess_video_embeds_evs`.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
@@ -79,9 +93,9 @@ class PruningQwen:
         """
         multimodal_config = vllm_config.model_config.multimodal_config
         if multimodal_config.video_pruning_rate:
-            raise UserError("--video-pruning-rate is not supported while the plugin prunes images")
+            raise UserError("--video-pruning-rate is not supported while the plugin prunes")
         if vllm_config.speculative_config is not None:
-            raise UserError("--speculative-config is not supported while the plugin prunes images")
+            raise UserError("--speculative-config is not supported while the plugin prunes")
         # The machinery is on if vLLM prunes videos. A rate of videos would also prune them, so the
         # answer to the question whether it is on is replaced for this model instead.
         multimodal_config.is_multimodal_pruning_enabled = _is_enabled
@@ -89,7 +103,7 @@ class PruningQwen:
             _enable_on_cpus()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._selector = make_selector(vllm_config)
-        self._words: Any = ()
+        self._words: dict[str, Any] = {}
         self._recorder = TapRecorder(
             self._selector.taps,
             self.visual.blocks,
@@ -99,38 +113,96 @@ class PruningQwen:
 
     def embed_multimodal(self, **inputs: Any) -> Any:
         """Returns the embeddings of items, with channels for `recompute_mrope_positions`."""
-        self._words = inputs.pop(WORDS, ())
+        self._words = {modality: inputs.pop(name, ()) for modality, name in WORDS_OF.items()}
         return super().embed_multimodal(**inputs)
 
     def _postprocess_image_embeds_evs(
         self, image_embeds_split: Sequence[torch.Tensor], image_input: Any
     ) -> tuple[torch.Tensor, ...]:
-        side, grids = self.visual.spatial_merge_size, image_input["image_grid_thw"].tolist()
-        num_patches = [rows * columns for _, rows, columns in grids]
-        # Images that were encoded elsewhere have no pixels; their features seed random numbers.
-        pixels_of_images: Sequence[torch.Tensor] = image_embeds_split
-        taps: Sequence[tuple[torch.Tensor, ...]] = [()] * len(grids)
-        if image_input["type"] == "pixel_values":
-            pixels_of_images = image_input["pixel_values"].split(num_patches)
-            orders = [self._token_order(*grid) for grid in grids]
-            taps = self._recorder.read_patches(num_patches, side**2, orders)
-        elif self._selector.taps:
-            raise UserError("image_embeds do not suffice for a method that reads the tower")
-        images = [
-            EncodedImage(features, (rows // side, columns // side), words, pixels, image_taps)
-            for features, (_, rows, columns), words, pixels, image_taps in zip(
-                image_embeds_split, grids, self._words, pixels_of_images, taps, strict=True
-            )
-        ]
-        return tuple(
-            positions.append_places(kept.tokens, kept.place, image.grid[1])
-            for image, kept in zip(images, self._selector.select(images, self._embed), strict=True)
-        )
+        return self._prune("image", image_embeds_split, image_input)
 
     def _postprocess_video_embeds_evs(
         self, video_embeds_split: Sequence[torch.Tensor], video_input: Any
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(map(positions.append_nothing, video_embeds_split))
+        return self._prune("video", video_embeds_split, video_input)
+
+    def _prune(
+        self, modality: str, features_of_items: Sequence[torch.Tensor], inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the embeddings of each item that enter the language model, with channels.
+
+        Args:
+            modality: "image" or "video".
+            features_of_items: [n, w] visual tokens of each item, with their deep features.
+            inputs: vLLM's inputs of the tower.
+        """
+        side, grids = self.visual.spatial_merge_size, inputs[f"{modality}_grid_thw"].tolist()
+        num_patches = [frames * rows * columns for frames, rows, columns in grids]
+        # Items that were encoded elsewhere have no pixels; their features seed random numbers.
+        pixels_of_items: Sequence[torch.Tensor] = features_of_items
+        taps: Sequence[tuple[torch.Tensor, ...]] = [()] * len(grids)
+        if inputs["type"] == _PIXELS[modality]:
+            pixels_of_items = inputs[_PIXELS[modality]].split(num_patches)
+            orders = [self._token_order(*grid) for grid in grids]
+            taps = self._recorder.read_patches(num_patches, side**2, orders)
+        elif self._selector.taps:
+            raise UserError("image_embeds do not suffice for a method that reads the tower")
+        items = [
+            EncodedItem(
+                features, (frames * rows // side, columns // side), words, pixels, item_taps, frames
+            )
+            for features, (frames, rows, columns), words, pixels, item_taps in zip(
+                features_of_items, grids, self._words[modality], pixels_of_items, taps, strict=True
+            )
+        ]
+        names = [name for name in _LAYOUT[modality] if inputs.get(name) is not None]
+        return tuple(
+            self._lay_out(
+                modality, {name: SimpleNamespace(data=inputs[name][row]) for name in names}, kept
+            )
+            for row, kept in enumerate(self._selector.select(items, self._embed))
+        )
+
+    def _lay_out(self, modality: str, data: Any, kept: KeptTokens) -> torch.Tensor:
+        """Returns the embeddings of an item in the order of its ids, with channels.
+
+        Args:
+            modality: "image" or "video".
+            data: the fields of the item that its positions depend on.
+            kept: the kept tokens.
+
+        Returns:
+            [k, w + NUM_CHANNELS] the kept tokens, and the text in the item's ids.
+        """
+        ids = self._unpruned_ids(modality, data)
+        place = PlaceholderRange(offset=0, length=len(ids))
+        item = SimpleNamespace(modality=modality, data=data, mm_position=place)
+        offsets, _ = super().get_mrope_input_positions(ids, [item])
+        all_ids = torch.tensor(ids)
+        is_visual = all_ids == self._placeholder_id(modality)
+        tokens, text_index = kept.tokens, (~is_visual).nonzero()[:, 0]
+        index = is_visual.nonzero()[:, 0][kept.place.cpu()]
+        if len(text_index):
+            text = self._embed(all_ids[text_index].to(tokens.device))
+            missing_width = tokens.shape[1] - text.shape[1]  # text has no deep features
+            text = torch.nn.functional.pad(text, (0, missing_width))
+            index, order = torch.cat([text_index, index]).sort()
+            tokens = torch.cat([text.to(tokens), tokens])[order.to(tokens.device)]
+        return positions.append_offsets(tokens, offsets[:, index].to(tokens.device))
+
+    def _placeholder_id(self, modality: str) -> int:
+        return self.config.image_token_id if modality == "image" else self.config.video_token_id
+
+    def _unpruned_ids(self, modality: str, data: Any) -> list[int]:
+        """Returns the ids of an image or a video in a prompt without pruning.
+
+        Args:
+            modality: "image" or "video".
+            data: the fields of the item; an attribute `data` of each field has its value.
+        """
+        grid = data[f"{modality}_grid_thw"].data
+        num_tokens = int(grid.prod()) // self.visual.spatial_merge_size**2
+        return [self._placeholder_id(modality)] * num_tokens
 
     def _token_order(self, frames: int, rows: int, columns: int) -> torch.Tensor | None:
         """Returns the place of each token among the tokens as the tower runs them, or None."""
@@ -142,13 +214,12 @@ class PruningQwen:
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: Sequence[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Returns the positions of a prompt before its images are encoded, and its delta."""
-        side = self.visual.spatial_merge_size
+        """Returns the positions of a prompt before its items are encoded, and its delta."""
         return positions.prompt_positions(
             super().get_mrope_input_positions,
             input_tokens,
             mm_features,
-            lambda feature: int(feature.data["image_grid_thw"].data.prod()) // side**2,
+            lambda feature: self._unpruned_ids(feature.modality, feature.data),
         )
 
     def recompute_mrope_positions(
@@ -158,7 +229,7 @@ class PruningQwen:
         mrope_positions: torch.Tensor,
         num_computed_tokens: int,
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor, int]:
-        """Sets the positions of the visual tokens that are computed now.
+        """Sets the positions of the tokens of images and videos that are computed now.
 
         Args:
             input_ids: [N] ids of the prompt.
@@ -209,7 +280,7 @@ class PruningLlava:
 
     def embed_multimodal(self, **inputs: Any) -> Any:
         """Returns the embeddings of the kept tokens of each image."""
-        words_of_images = inputs.pop(WORDS, ())
+        words_of_images = inputs.pop(WORDS_OF["image"], ())
         image_input = self._parse_and_validate_image_input(**inputs)
         if image_input is None:
             return []
@@ -223,7 +294,7 @@ class PruningLlava:
             return tuple(tokens for tokens, _ in kept)
         return tuple(self._project(tokens) for tokens, _ in kept)
 
-    def _encode(self, image_input: Any, words_of_images: Any) -> list[EncodedImage]:
+    def _encode(self, image_input: Any, words_of_images: Any) -> list[EncodedItem]:
         """Runs the tower; the features of the images are before the projector."""
         features, grid = (
             self._process_image_pixels(image_input),
@@ -231,7 +302,7 @@ class PruningLlava:
         )
         taps = self._recorder.read_clip(self._num_heads, None, [1] * len(features))
         return [
-            EncodedImage(image_features, grid, words, pixels, image_taps)
+            EncodedItem(image_features, grid, words, pixels, image_taps)
             for image_features, words, pixels, image_taps in zip(
                 features, words_of_images, image_input["pixel_values"], taps, strict=True
             )
@@ -247,7 +318,7 @@ class PruningLlava:
 class PruningLlavaNext(PruningLlava):
     """Keeps a part of the tokens of the tiles of each image, and of the newlines between rows."""
 
-    def _encode(self, image_input: Any, words_of_images: Any) -> list[EncodedImage]:
+    def _encode(self, image_input: Any, words_of_images: Any) -> list[EncodedItem]:
         pixels_of_images = [*image_input["pixel_values"]]
         num_tiles = [len(tiles) for tiles in pixels_of_images]
         patches = self._image_pixels_to_features(self.vision_tower, torch.cat(pixels_of_images))
@@ -264,7 +335,7 @@ class PruningLlavaNext(PruningLlava):
             is_patch = torch.from_numpy(layout.is_patch.copy()).to(tile_patches.device)
             # A newline is a vector of zeros before the projector.
             features = tile_patches.flatten(0, 1)[index] * is_patch[:, None]
-            images.append(EncodedImage(features, layout.grid, words, pixels, image_taps))
+            images.append(EncodedItem(features, layout.grid, words, pixels, image_taps))
         return images
 
     def _project(self, features: torch.Tensor) -> torch.Tensor:
@@ -295,11 +366,11 @@ def _is_enabled() -> bool:
 
 @MULTIMODAL_REGISTRY.register_processor(
     PrunedQwen2_5_VLProcessor,
-    info=Qwen2_5_VLProcessingInfo,
+    info=PrunedQwen2_5_VLInfo,
     dummy_inputs=Qwen2_5_VLDummyInputsBuilder,
 )
 class PrunedQwen2_5_VL(PruningQwen, Qwen2_5_VLForConditionalGeneration):  # noqa: N801
-    """Qwen2.5-VL with pruned images."""
+    """Qwen2.5-VL with pruned images and videos."""
 
     def _token_order(self, frames: int, rows: int, columns: int) -> torch.Tensor | None:
         # The tower runs the tokens window by window; entry i is the raster index of the i-th token.
@@ -309,11 +380,27 @@ class PrunedQwen2_5_VL(PruningQwen, Qwen2_5_VLForConditionalGeneration):  # noqa
 
 @MULTIMODAL_REGISTRY.register_processor(
     PrunedQwen3VLProcessor,
-    info=Qwen3VLProcessingInfo,
+    info=PrunedQwen3VLInfo,
     dummy_inputs=Qwen3VLDummyInputsBuilder,
 )
 class PrunedQwen3VL(PruningQwen, Qwen3VLForConditionalGeneration):
-    """Qwen3-VL with pruned images, which keep their deep features."""
+    """Qwen3-VL with pruned images and videos, which keep their deep features."""
+
+    def _unpruned_ids(self, modality: str, data: Any) -> list[int]:
+        if modality == "image":
+            return super()._unpruned_ids(modality, data)
+        # The ids of each temporal patch follow the ids of its time.
+        frames, rows, columns = data["video_grid_thw"].data.tolist()
+        side = self.visual.spatial_merge_size
+        replacement = Qwen3VLMultiModalProcessor.get_video_repl(
+            tokens_per_frame=[rows * columns // side**2] * frames,
+            timestamps=data["timestamps"].data,
+            tokenizer=self._tokenizer,
+            vision_start_token_id=self.config.vision_start_token_id,
+            vision_end_token_id=self.config.vision_end_token_id,
+            video_token_id=self.config.video_token_id,
+        )
+        return replacement.full
 
 
 @MULTIMODAL_REGISTRY.register_processor(

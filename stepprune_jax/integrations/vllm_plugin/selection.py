@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,17 @@ from stepprune_jax.pruning import Pruner, PrunerInputs
 from stepprune_jax.selectors.base import TrainedPruner
 
 
-class EncodedImage(NamedTuple):
-    """An image after vLLM's tower, with the question that is asked about it.
+class EncodedItem(NamedTuple):
+    """An image or a video after vLLM's tower, with the question that is asked about it.
 
     Attributes:
         features: [n, w] visual tokens in raster order, each with its deep features appended.
-        grid: rows and columns of the image's tokens, as `Backbone.grids` counts them.
+        grid: rows and columns of the tokens, as `Backbone.grids` counts them. The grid of a video
+            stacks the grids of its temporal patches from top to bottom.
         words: [l] ids of the user's text.
-        pixels: the image's pixels as the tower reads them, for random numbers.
-        taps: intermediates of the tower in the order of `Pruner.taps`, without an axis of images.
+        pixels: the pixels as the tower reads them, for random numbers.
+        taps: intermediates of the tower in the order of `Pruner.taps`, without an axis of items.
+        num_frames: number of temporal patches of a video; 1 for an image.
     """
 
     features: torch.Tensor
@@ -37,22 +39,23 @@ class EncodedImage(NamedTuple):
     words: torch.Tensor
     pixels: torch.Tensor
     taps: tuple[torch.Tensor, ...] = ()
+    num_frames: int = 1
 
 
 class KeptTokens(NamedTuple):
-    """The visual tokens of an image that enter the language model.
+    """The visual tokens of an image or a video that enter the language model.
 
     Attributes:
         tokens: [k, w] the tokens, each with its deep features appended.
-        place: [k] int64 raster index of the image token whose position each token has.
+        place: [k] int64 raster index of the token before pruning whose position each token has.
     """
 
     tokens: torch.Tensor
     place: torch.Tensor
 
 
-class ImageSelector:
-    """Selects tokens of images; `models` calls it after vLLM's tower."""
+class TokenSelector:
+    """Selects tokens of images and videos; `models` calls it after vLLM's tower."""
 
     def __init__(self, settings: PluginSettings, backbone: Backbone):
         """Loads the pruner.
@@ -67,7 +70,7 @@ class ImageSelector:
         pruner, config = settings.build(), backbone.config
         settings.check(backbone)
         pruner.check(config, config.max_image_tokens)
-        self._counter = pruner
+        self._settings = settings
         if isinstance(pruner, TrainedPruner):
             pruner = pruner.prepare()
         self._pruner, self.backbone = pruner.program(), backbone
@@ -80,36 +83,42 @@ class ImageSelector:
 
     def select(
         self,
-        images: Sequence[EncodedImage],
+        items: Sequence[EncodedItem],
         embed: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[KeptTokens]:
-        """Selects tokens of each image.
+        """Selects tokens of each image and each video.
 
         Args:
-            images: the images, as one batch.
+            items: the images and videos, as one batch.
             embed: maps ids [r, l] to the language model's embeddings [r, l, e].
 
         Returns:
-            The kept tokens of each image. `count_kept` gives their number.
+            The kept tokens of each item, `PluginSettings.count_kept` of them.
         """
         config = self.backbone.config
-        sizes = np.array([len(image.features) for image in images], np.int32)
-        counts = np.array([count_kept(self._counter, config, size) for size in sizes.tolist()])
+        sizes = np.array([len(item.features) for item in items], np.int32)
+        frames = np.array([item.num_frames for item in items], np.int32)
+        counts = np.array(
+            [
+                self._settings.count_kept(config, len(item.features), item.num_frames)
+                for item in items
+            ]
+        )
         n, needs_mask = int(sizes.max()), False
         if config.sizes_vary:  # few padded sizes, so that few programs are compiled
             n = choose_bucket(n, bucket_ladder(max(n, config.max_image_tokens)))
             needs_mask = True
         capacity = choose_bucket(counts, bucket_ladder(n))
-        rows = [*range(len(images)), *[0] * (row_bucket(len(images)) - len(images))]
-        words, num_words = self._pad_words([images[row].words for row in rows])
-        features = torch.stack([_pad(images[row].features, n) for row in rows])
-        taps = zip(*(self._pad_taps(images[row], n) for row in rows), strict=True)
+        rows = [*range(len(items)), *[0] * (row_bucket(len(items)) - len(items))]
+        words, num_words = self._pad_words([items[row].words for row in rows])
+        features = torch.stack([_pad(items[row].features, n) for row in rows])
+        taps = zip(*(self._pad_taps(items[row], n) for row in rows), strict=True)
         tokens, deep = split_deep(config, to_jax(features))
-        seed = [_checksum(image) for image in images]
+        seed = [_checksum(item) for item in items]
         inputs = PrunerInputs(
             tokens=tokens,
             mask=jnp.arange(n) < sizes[rows][:, None] if needs_mask else None,
-            grid=jnp.asarray(np.array([images[row].grid for row in rows], np.int32)),
+            grid=jnp.asarray(np.array([items[row].grid for row in rows], np.int32)),
             text=to_jax(embed(words.to(features.device))),
             text_valid=jnp.arange(words.shape[1]) < num_words[:, None],
             number=jnp.zeros(len(rows), jnp.int32),
@@ -117,6 +126,7 @@ class ImageSelector:
             count=jnp.asarray(counts[rows].astype(np.int32)),
             taps=tuple(to_jax(torch.stack(tap)) for tap in taps),
             deep=deep,
+            frames=jnp.asarray(frames[rows]) if frames.max() > 1 else None,
         )
         device = tokens.device
         inputs, self._pruner = jax.device_put((inputs, self._pruner), device)
@@ -127,14 +137,14 @@ class ImageSelector:
             for row, count in enumerate(counts.tolist())
         ]
 
-    def _pad_taps(self, image: EncodedImage, length: int) -> list[torch.Tensor]:
-        """Pads the axis of tokens of an image's intermediates, as its features are padded."""
+    def _pad_taps(self, item: EncodedItem, length: int) -> list[torch.Tensor]:
+        """Pads the axis of tokens of an item's intermediates, as its features are padded."""
         has_class_token = self.backbone.config.received_block is None
         padded = []
-        for (kind, _), tap in zip(self.taps, image.taps, strict=True):
+        for (kind, _), tap in zip(self.taps, item.taps, strict=True):
             axis = 1 if has_class_token and kind in ("attention", "keys") else 0
             if kind != "query":
-                missing = length - len(image.features)
+                missing = length - len(item.features)
                 tap = _pad(tap.movedim(axis, 0), tap.shape[axis] + missing).movedim(0, axis)
             padded.append(tap)
         return padded
@@ -150,18 +160,11 @@ class ImageSelector:
         return torch.stack([_pad(words.cpu().long(), width) for words in words_of_rows]), num_words
 
 
-def count_kept(pruner: Pruner, config: Any, num_tokens: int) -> int:
-    """Returns how many of an image's tokens enter the language model; needs no weights."""
-    count = pruner.schedule(config, num_tokens).enter
-    assert count is not None  # `PluginSettings.check`
-    return count
-
-
 @functools.partial(jax.jit, static_argnames="capacity")
 def _keep_program(
     pruner: Pruner, inputs: PrunerInputs, *, capacity: int
 ) -> tuple[Float[Array, "r k w"], Int[Array, "r k"]]:
-    """Returns the kept tokens of each row, and the image tokens whose positions they have."""
+    """Returns the kept tokens of each row, and the tokens whose positions they have."""
     kept = pruner.keep(inputs, capacity)
     return kept.tokens.astype(inputs.tokens.dtype), kept.place
 
@@ -175,8 +178,8 @@ def _pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([tensor, padding])
 
 
-def _checksum(image: EncodedImage) -> int:
-    """Returns the seed of an image and a question, for methods that keep random tokens."""
-    pixels = image.pixels.detach().cpu().contiguous().view(torch.uint8).numpy()
-    words = image.words.cpu().numpy().astype(np.int32)
+def _checksum(item: EncodedItem) -> int:
+    """Returns the seed of an item and a question, for methods that keep random tokens."""
+    pixels = item.pixels.detach().cpu().contiguous().view(torch.uint8).numpy()
+    words = item.words.cpu().numpy().astype(np.int32)
     return zlib.crc32(words.tobytes(), zlib.crc32(pixels.tobytes()))

@@ -1,4 +1,4 @@
-"""The setting of the vLLM plugin: which method prunes images, and to how many tokens."""
+"""The setting of the vLLM plugin: which method prunes, and to how many tokens."""
 
 import dataclasses
 import functools
@@ -7,12 +7,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.policy import load_policy, policy_file, read_config
 from stepprune_jax.integrations.vllm_plugin import VARIABLE
 from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning import Pruner
 from stepprune_jax.pruning.budget import Budget
+from stepprune_jax.pruning.temporal import MAX_PATCHES
 from stepprune_jax.registry import build_pruner, selector_of
 from stepprune_jax.selectors.base import TrainedPruner
 from stepprune_jax.user_input import UserError, expect
@@ -20,7 +24,7 @@ from stepprune_jax.user_input import UserError, expect
 _EXAMPLE = '{"pruner": "divprune", "budget": "1/9"}'
 
 _ADAPTIVE = (
-    "budget is {budget}, expected a count or a share of an image's tokens: vLLM needs the number "
+    "budget is {budget}, expected a count or a share of the visual tokens: vLLM needs the number "
     "before the tower runs. stepprune-serve keeps adaptive numbers"
 )
 
@@ -30,7 +34,7 @@ class PluginSettings:
     """Setting of the plugin: a pruning method and a budget.
 
     Attributes:
-        budget: exact number or share of tokens to keep per image, as `Budget.parse` reads it.
+        budget: exact number or share of tokens to keep per image or video; see `Budget.parse`.
         pruner: name of the method; None selects the policy's method.
         policy: file or name of a trained policy; None for a method without weights.
         options: further options of the method by name.
@@ -60,7 +64,7 @@ class PluginSettings:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def check(self, backbone: Backbone) -> None:
-        """Checks that the method can prune images of a model before its language model.
+        """Checks that the method can prune for a model before its language model.
 
         Raises:
             UserError: the method cuts inside the language model, keeps an adaptive number of
@@ -81,14 +85,44 @@ class PluginSettings:
             )
         if pruner.reads_words:
             raise UserError(f"{pruner.name} reads the words of a question, and the plugin its ids")
-        if pruner.keeps_images:
-            raise UserError(f"{pruner.name} prunes videos only, and the plugin images only")
+        if pruner.keeps_images and not backbone.reads_videos:
+            raise UserError(f"{pruner.name} prunes videos only, and the model reads images only")
         taps = pruner.taps(config)  # raises if the model's tower lacks what the method reads
         if taps and backbone.name == "llava_next":
             raise UserError(
                 f"{pruner.name} reads the tower of each tile, and its answers on LLaVA-NeXT differ "
                 "from those of stepprune-serve: use divprune, or stepprune-serve"
             )
+
+    def check_videos(self, backbone: Backbone) -> None:
+        """Raises a UserError if the method has no meaning for videos, or reads their tower."""
+        pruner = self.outline
+        if not pruner.reads_videos or pruner.taps(backbone.config):
+            raise UserError(f"{pruner.name} prunes images only, and no videos; see docs/video.md")
+
+    def count_kept(self, config: ModelConfig, num_tokens: int, num_frames: int = 1) -> int:
+        """Returns how many tokens of an image or a video enter the language model.
+
+        Args:
+            config: the model's configuration.
+            num_tokens: number of tokens before pruning.
+            num_frames: number of temporal patches of a video; 1 for an image.
+
+        Raises:
+            UserError: a video has more temporal patches than pruners read.
+        """
+        if num_frames > MAX_PATCHES:
+            raise UserError(
+                f"a video has {num_frames} temporal patches of two frames, expected at most "
+                f"{MAX_PATCHES}: sample fewer frames (media_io_kwargs)"
+            )
+        pruner = self.outline
+        count = pruner.schedule(config, num_tokens).enter
+        assert count is not None  # `check`
+        if pruner.budget.kind != "all":
+            counts, sizes, frames = np.array([[count], [num_tokens], [num_frames]], np.int32)
+            count = int(pruner.media_counts(counts, sizes, frames)[0])
+        return count
 
 
 @functools.cache

@@ -3,9 +3,9 @@
     python plugin_process.py TASK.json ANSWERS.json
 
 The task has the fields `engine` (arguments of `vllm.LLM`) and `runs`. A run has a `setting` of the
-plugin (null for no plugin), `max_tokens`, and `prompts` with ids and image paths. The answers are,
-for each run, the ids of each prompt's answer, and its numbers of prompt tokens and of tokens from
-the prefix cache.
+plugin (null for no plugin), `max_tokens`, and `prompts` with ids, image paths, and videos: a .npy
+file of frames and their rate. The answers are, for each run, the ids of each prompt's answer, and
+its numbers of prompt tokens and of tokens from the prefix cache.
 """
 
 import gc
@@ -26,7 +26,10 @@ def answer(llm, run):
     prompts = [
         {
             "prompt_token_ids": prompt["ids"],
-            "multi_modal_data": {"image": [Image.open(path) for path in prompt["images"]]},
+            "multi_modal_data": {
+                "image": [Image.open(path) for path in prompt["images"]],
+                "video": [read_video(**video) for video in prompt.get("videos", [])],
+            },
         }
         for prompt in run["prompts"]
     ]
@@ -36,6 +39,21 @@ def answer(llm, run):
         "token_ids": [[*result.outputs[0].token_ids] for result in results],
         "num_prompt_tokens": [len(result.prompt_token_ids) for result in results],
         "num_cached_tokens": [result.num_cached_tokens for result in results],
+    }
+
+
+def read_video(path, fps):
+    """Returns the frames and the description that vLLM's own reader of video files would return."""
+    import numpy as np
+
+    frames = np.load(path)
+    return frames, {
+        "fps": fps,
+        "duration": len(frames) / fps,
+        "total_num_frames": len(frames),
+        "frames_indices": list(range(len(frames))),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
     }
 
 

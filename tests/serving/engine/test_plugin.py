@@ -6,49 +6,26 @@ prefixes. One process answers all prompts of a family.
 
 import dataclasses
 import json
-import os
-import subprocess
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from servers import PATIENCE, openai_client, user_message
+from plugin_runs import ENGINE, MAX_TOKENS, QWEN_CHAT, ask_vllm, expected_answers, wide_qwen3
+from servers import openai_client, user_message
 from small_world import TEXTS, stepprune
 from tiny_llava_next import tiny_llava_next, tiny_next_config
-from tiny_qwen import qwen_tokenizer, tiny_qwen3, tiny_qwen3_config
 from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.checkpoints.shipped import SHAPES_QWEN
-from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.request import read_request
 from stepprune_jax.integrations.vllm_plugin import VARIABLE
-from stepprune_jax.registry import build_pruner
 from stepprune_jax.testing import tiny_tokenizer
-from tools.bench import vllm_server
 from tools.bench.vllm_server import Vllm
 
-PROGRAM = os.path.join(os.path.dirname(__file__), "plugin_process.py")
-MAX_TOKENS = 12
 NUM_PROMPTS = 24
-ENGINE = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 512,
-    "block_size": 32,
-}
-QWEN_CHAT = (
-    "--chat-template",
-    "<|im_start|>user\n{% for part in messages[0]['content'] %}{% if part['type'] == 'text' %}"
-    "{{ part['text'] }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
-    "{% endfor %}<|im_end|>\n<|im_start|>assistant\n",
-    "--chat-template-content-format",
-    "openai",
-)
 ALL = {"pruner": "all", "budget": "all"}
 
 
@@ -58,27 +35,6 @@ class Question:
 
     text: str
     images: tuple[str, ...]
-
-
-def ask_vllm(tmp_path, folder, runs, **engine):
-    """Answers the prompts of several runs in a process of vLLM."""
-    task_file, answers_file = tmp_path / "task.json", tmp_path / "answers.json"
-    task = {"engine": ENGINE | {"model": str(folder)} | engine, "runs": runs}
-    task_file.write_text(json.dumps(task))
-    command = [vllm_server.PYTHON, "-W", "ignore", PROGRAM, task_file, answers_file]
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        subprocess.run(
-            [*map(str, command)],
-            env=os.environ | vllm_server.SETTINGS,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=4 * PATIENCE,
-        )
-    answers = json.loads(answers_file.read_text()) if answers_file.is_file() else []
-    assert len(answers) == len(runs), log.read_text()[-4000:]
-    return answers
 
 
 def as_prompt(model, question):
@@ -94,14 +50,8 @@ def make_run(model, setting, questions, **fields):
     return {"setting": setting, "max_tokens": MAX_TOKENS, "prompts": prompts} | fields
 
 
-def expected_answers(model, setting, questions, positions):
-    """Returns the answers of `generate` with the plugin's setting."""
-    policy = load_policy(setting["policy"]) if "policy" in setting else None
-    pruner = build_pruner(setting.get("pruner"), setting["budget"], policy=policy)
-    options = RunOptions(MAX_TOKENS, positions)
-    texts = [question.text for question in questions]
-    images = [list(question.images) for question in questions]
-    return generate(model, texts, images, pruner, options=options)
+def texts_and_images(questions):
+    return [one.text for one in questions], [list(one.images) for one in questions]
 
 
 def write_questions(folder, sizes, max_images=2):
@@ -119,20 +69,6 @@ def write_questions(folder, sizes, max_images=2):
         for text in random.choice(TEXTS, 2, replace=False):
             questions.append(Question(str(text), tuple(files)))
     return questions
-
-
-def wide_qwen3(folder):
-    """Writes a tiny Qwen3-VL that vLLM takes."""
-    raw: Any = tiny_qwen3_config(qwen_tokenizer())
-    text = raw["text_config"] | {
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
-    text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [6, 5, 5]}
-    vision = raw["vision_config"] | {"out_hidden_size": 64}
-    return tiny_qwen3(folder, text_config=text, vision_config=vision)
 
 
 def wide_llava_next(folder):
@@ -191,7 +127,7 @@ def test_answers_equal_those_of_generate(family, tmp_path):
     assert unpruned["token_ids"] == alone["token_ids"]
     assert unpruned["num_prompt_tokens"] == alone["num_prompt_tokens"]
     for setting, answers in zip(settings, pruned, strict=True):
-        expected = expected_answers(model, setting, questions, positions)
+        expected = expected_answers(model, setting, *texts_and_images(questions), positions)
         different = [
             (setting, question, token_ids, answer)
             for question, token_ids, answer in zip(
@@ -222,7 +158,7 @@ def test_a_shipped_policy_answers_as_in_generate(tmp_path, budget):
         for question, shape in zip(questions, ["square", "triangle"] * 12, strict=True)
     ]
     (answers,) = ask_vllm(tmp_path, SHAPES_QWEN, [make_run(model, setting, questions)])
-    expected = expected_answers(model, setting, questions, "original")
+    expected = expected_answers(model, setting, *texts_and_images(questions), "original")
     assert [tuple(ids) for ids in answers["token_ids"]] == [one.token_ids for one in expected]
 
 
