@@ -15,7 +15,12 @@ import pathlib
 from importlib.metadata import version
 
 import hypothesis
+import jaxtyping
 import pytest
+from shape_checks import check_annotations
+
+# The decorator that the hook of `--jaxtyping-packages` applies; the package is not yet imported.
+jaxtyping.jaxtyped = check_annotations
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",

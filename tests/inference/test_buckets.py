@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation_reference import ByQuestion
@@ -100,7 +99,8 @@ def test_at_most_fourteen_programs_serve_images_of_all_sizes(pruner):
 def test_images_of_one_padded_size_share_the_programs_of_a_learned_stop():
     """The pruner decides how many tokens it keeps."""
     backbone, settings = qwen(40, Qwen2_5_VL, one_layer)
-    model = VLM(vlm.init_params(jax.random.key(0), backbone, jnp.float32), backbone)
+    init_params = jax.jit(vlm.init_params, static_argnums=1)
+    model = VLM(init_params(jax.random.key(0), backbone), backbone)
     generator = Generator(model, ByQuestion(), options=RunOptions(1))
     sizes = ((64, 40), (50, 63), (40, 64), (64, 44))
     counts = []

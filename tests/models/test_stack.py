@@ -52,7 +52,7 @@ def test_joined_matrices_give_the_results_of_separate_matrices(llava):
     _, config, _ = llava
     text = dataclasses.replace(config.text, qkv_bias=True, num_kv_heads=config.text.num_heads // 2)
     config = dataclasses.replace(config, text=text)
-    params = vlm.init_params(jax.random.key(3), Llava(config))
+    params = jax.jit(vlm.init_params, static_argnums=1)(jax.random.key(3), Llava(config))
     noise_keys = iter(jax.random.split(jax.random.key(4), len(jax.tree.leaves(params))))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise_keys), x.shape), params)
     joined = join_kernels(jax.tree.map(jnp.copy, params))

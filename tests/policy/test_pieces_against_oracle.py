@@ -42,8 +42,13 @@ def test_soft_scores_and_their_logarithms_equal_the_loops(rng, x64, aggregation)
     prob[1, 4:], stop_prob[1, 4:] = 0.0, 1.0  # beyond its bound
     prob[:, 3], stop_prob[:, 3] = 0.1, 0.5  # certain stops elsewhere
     arguments = dict(decay=0.8, aggregation=aggregation)
-    linear = soft_scores(prob, stop_prob, **arguments)
-    logs = np.asarray(cases.log_scores(prob, stop_prob, **arguments))
+
+    @jax.jit
+    def both(prob, stop_prob):
+        logs = cases.log_scores(prob, stop_prob, **arguments)
+        return soft_scores(prob, stop_prob, **arguments), logs
+
+    linear, logs = map(np.asarray, both(prob, stop_prob))
     for row in range(4):
         close(linear[row], oracle.soft_scores(prob[row], stop_prob[row], 0.8, aggregation))
         # An impossible event scores -1e9, near enough.

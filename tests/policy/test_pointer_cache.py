@@ -158,7 +158,7 @@ def test_few_steps_among_many_slots_need_no_table_of_pairs(layers_of_decoder, mo
     monkeypatch.setattr(selection, "build_tables", recorded)
 
     def run(steps):
-        return cases.pick(params, config, slots, max_steps=steps)
+        return jax.jit(lambda: cases.pick(params, config, slots, max_steps=steps))()
 
     few_steps = (N + 1) // 4
     expected = [run(few_steps).action, run(few_steps + 1).action]

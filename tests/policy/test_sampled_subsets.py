@@ -78,22 +78,23 @@ def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
     keys = jax.random.split(jax.random.key(3), DRAWS)
     arguments = (inputs, limits, keys, Progress())
 
-    def estimate(params):
-        subsets = policy.replace(params=params).sample_subsets(*arguments)
+    def estimate(subsets):
         advantage = leave_one_out(subsets.picks.selected @ token_value)
         return jnp.mean(jax.lax.stop_gradient(advantage) * subsets.log_prob)
 
-    def exact(params):
+    def exact(subsets):
         """Sums the rewards of distinct outcomes, weighted by their probabilities."""
-        subsets = policy.replace(params=params).sample_subsets(*arguments)
         action = subsets.picks.action[..., :2]
         is_equal = jnp.all(action[:, None] == action[None], axis=-1)
         is_first = jnp.argmax(is_equal, axis=1) == jnp.arange(DRAWS)[:, None]
         reward = subsets.picks.selected @ token_value
         return jnp.mean(jnp.sum(jnp.where(is_first, jnp.exp(subsets.log_prob) * reward, 0), axis=0))
 
-    jacobian = jax.jit(jax.jacrev(lambda params: jnp.stack([estimate(params), exact(params)])))
-    jacobians = jax.tree.leaves(jacobian(policy.params))
+    def both(params):
+        subsets = policy.replace(params=params).sample_subsets(*arguments)
+        return jnp.stack([estimate(subsets), exact(subsets)])
+
+    jacobians = jax.tree.leaves(jax.jit(jax.jacrev(both))(policy.params))
     estimated, expected = jnp.concatenate([x.reshape(2, -1) for x in jacobians], axis=1)
     assert jnp.linalg.norm(estimated - expected) < 0.1 * jnp.linalg.norm(expected)
 
@@ -151,7 +152,8 @@ def test_the_stop_is_priced_beyond_the_largest_subset(inputs):
     assert changed_paths and all(policy.is_stop(path) for path in changed_paths)
     # At this stop bias, every row stops after its first token.
     stopping = policy.replace(config=dataclasses.replace(policy.config, stop_bias=99.0))
-    stop = stopping.price_stop(inputs, jax.random.key(0), Progress())
+    price_stop = jax.jit(lambda policy, *arguments: policy.price_stop(*arguments))
+    stop = price_stop(stopping, inputs, jax.random.key(0), Progress())
     assert stop.count.tolist() == stop.shortest.tolist() and (stop.longest == 3).all()
 
 

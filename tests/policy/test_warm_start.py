@@ -22,6 +22,7 @@ CONFIG = PolicyConfig(
     feature_width=8, text_width=6, width=8, num_heads=2, encoder_layers=1, mlp_ratio=2
 )
 NUM_ROWS, NUM_TOKENS = 4, 12
+compiled_loss = jax.jit(warm_start_loss, static_argnames="steps")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +73,10 @@ def test_importance_of_bfloat16_tokens_is_float32():
 def test_the_first_step_is_the_cross_entropy_to_the_importance(params):
     inputs = make_inputs()
     importance = jnp.zeros((NUM_ROWS, NUM_TOKENS)).at[:, 3].set(5.0)
-    result = warm_start_loss(params, CONFIG, jax.random.key(3), inputs, importance, steps=1)
+    result = compiled_loss(params, CONFIG, jax.random.key(3), inputs, importance, steps=1)
     # The pointer of an exact budget never stops, so token 3 has its softmax probability.
     limits = Limits(budget=NUM_TOKENS, max_steps=NUM_TOKENS)
-    trajectory = select(params, CONFIG, inputs, limits)
+    trajectory = jax.jit(select)(params, CONFIG, inputs, limits)
     expected = -jnp.mean(trajectory.log_prob[:, 0, 3])
     np.testing.assert_allclose(result.loss, expected, rtol=1e-5)
 
@@ -93,7 +94,7 @@ def test_rows_without_importance_train_nothing(params):
         zeros = jnp.zeros((NUM_ROWS, NUM_TOKENS))
         return warm_start_loss(params, CONFIG, jax.random.key(3), make_inputs(), zeros).loss
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     assert value == 0
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(grads))
 
@@ -101,7 +102,7 @@ def test_rows_without_importance_train_nothing(params):
 def test_padding_does_not_change_the_loss(params):
     importance = jax.random.uniform(jax.random.key(4), (NUM_ROWS, NUM_TOKENS))
     key = jax.random.key(3)
-    expected = warm_start_loss(params, CONFIG, key, make_inputs(), importance, steps=1)
+    expected = compiled_loss(params, CONFIG, key, make_inputs(), importance, steps=1)
 
     def pad(x, value):
         return jnp.pad(x, ((0, 0), (0, 3), (0, 0)), constant_values=value)
@@ -110,7 +111,7 @@ def test_padding_does_not_change_the_loss(params):
     mask = jnp.arange(NUM_TOKENS + 3) < jnp.full((NUM_ROWS, 1), NUM_TOKENS)
     padded = inputs._replace(image=pad(inputs.image, 1e3), image_mask=mask)
     padded_importance = jnp.pad(importance, ((0, 0), (0, 3)), constant_values=9.0)
-    result = warm_start_loss(params, CONFIG, key, padded, padded_importance, steps=1)
+    result = compiled_loss(params, CONFIG, key, padded, padded_importance, steps=1)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5)
 
 
@@ -135,13 +136,12 @@ def test_the_order_follows_the_importance_after_training(params):
         (_, covered), grads = jax.value_and_grad(loss, has_aux=True)(read_params(state))
         return step_optimizer(step, grads, state), covered
 
-    state, covered = init(params), []
+    state, covered = jax.jit(init)(params), []
     for step in range(150):
         state, step_covered = update(step, state)
         covered.append(float(step_covered))
     params = read_params(state)
     assert covered[-1] > 0.9 > 0.8 > covered[0]
     best_tokens = jnp.argmax(importance, axis=1)
-    np.testing.assert_array_equal(
-        rank(params, CONFIG, inputs, Limits(draw=0.0)).choice[:, 0], best_tokens
-    )
+    order = jax.jit(rank)(params, CONFIG, inputs, Limits(draw=0.0)).choice
+    np.testing.assert_array_equal(order[:, 0], best_tokens)

@@ -223,7 +223,7 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     pruned = scorer.prune(image, text, budget=5, image_mask=mask, order="pick")
     assert pruned.count.tolist() == [3] + [5] * (B - 1)
     inputs = Inputs(image, text, mask, stats=scorer.stats)
-    scores = autoselect.scores(scorer.params, scorer.config, inputs)
+    scores = jax.jit(autoselect.scores)(scorer.params, scorer.config, inputs)
     np.testing.assert_array_equal(pruned.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
     with pytest.raises(ValueError, match="no learned stop"):
         scorer.prune(image, text, budget=4, max_steps=5)
@@ -263,6 +263,7 @@ def test_the_training_gate_leaves_zero_vectors_unchanged():
     stats = FeatureStats(*(jnp.full(16, x) for x in (0.5, 2.0)), jnp.ones(()))
     inputs = Inputs(image, image_mask=nonzero_tokens(image, jnp.ones((1, 6), bool)), stats=stats)
     params = functions.init_policy(jax.random.key(1), CONFIG)
-    gated = gate_tokens(params, CONFIG, jax.random.key(2), inputs, jnp.full((1, 6), 0.3))
+    alpha = jnp.full((1, 6), 0.3)
+    gated = jax.jit(gate_tokens)(params, CONFIG, jax.random.key(2), inputs, alpha)
     changed = np.asarray(jnp.any(gated != image, axis=-1))[0]
     assert changed.tolist() == [True, True, False, True, True, True]

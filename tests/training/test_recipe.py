@@ -29,6 +29,8 @@ from stepprune_jax.training.dry_run import dry_run
 from stepprune_jax.training.objectives import WarmStartObjective
 
 RLOO_CHANGES = {"rloo.longest": 0.5, "optimizer.warmup": 0}
+# Six updates of the warm start, and three by RLOO.
+TWO_PHASES = {"steps": 9, "warm_start.share": 2 / 3}
 
 
 def make_auto_run(world, **changes):
@@ -43,11 +45,11 @@ def choose_first_objective(monkeypatch, name):
 
 @pytest.fixture(scope="module")
 def two_phase_run(world, tmp_path_factory):
-    """Folder of an uninterrupted run: six updates of the warm start, and nine by RLOO."""
+    """Folder of an uninterrupted run: six updates of the warm start, and three by RLOO."""
     workdir = tmp_path_factory.mktemp("phases")
     with pytest.MonkeyPatch.context() as patch:
         choose_first_objective(patch, "warm_start")
-        train(make_auto_run(world), workdir)
+        train(make_auto_run(world, **TWO_PHASES), workdir)
     return workdir
 
 
@@ -63,7 +65,7 @@ def test_auto_begins_with_the_warm_start_if_a_trial_helps(world, two_phase_run, 
     assert about["begin"] == "warm_start" and about["trial"]["questions"] == 12
     assert about["trial"]["sets"] != about["signal"]["sets"]
     # The trial leaves no trace in the weights.
-    train(make_run(*world, recipe="warm_start", steps=15, **RLOO_CHANGES), tmp_path)
+    train(make_run(*world, recipe="warm_start", **TWO_PHASES, **RLOO_CHANGES), tmp_path)
     assert_same_run(tmp_path, two_phase_run)
 
 
@@ -112,6 +114,7 @@ def test_a_run_in_phases_resumes_after_any_stop(
 ):
     """Stops during the trial, in the first phase, at the switch and in the second phase."""
     choose_first_objective(monkeypatch, "warm_start")
+    run = make_auto_run(world, **TWO_PHASES)
     decide = run_module._decide
 
     def stop_and_decide(*arguments):
@@ -120,14 +123,14 @@ def test_a_run_in_phases_resumes_after_any_stop(
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_decide", stop_and_decide)
-        assert train(make_auto_run(world), tmp_path) == signal.SIGTERM
+        assert train(run, tmp_path) == signal.SIGTERM
     assert "Stopped before the first update" in capsys.readouterr().out
     assert "begin" not in read_run_file(tmp_path)
     recipe = "Recipe: the warm start for 6 updates, then RLOO on sampled subsets, because"
     for done, num_lines in ((2, 2), (6, 4), (7, 1)):
-        train_to_line(monkeypatch, num_lines, make_auto_run(world), tmp_path)
+        train_to_line(monkeypatch, num_lines, run, tmp_path)
         output = capsys.readouterr().out
-        assert f"Stopped after step {done} of 15" in output
+        assert f"Stopped after step {done} of 9" in output
         assert (recipe in output) == (done == 2)
         switch = "Update 7: RLOO on sampled subsets from here on"
         assert (switch in output) == (done == 7)
@@ -135,9 +138,9 @@ def test_a_run_in_phases_resumes_after_any_stop(
         choose_first_objective(monkeypatch, "gate")
     # The last checkpoint is damaged. The checkpoint before it is in the first phase.
     damage_checkpoint(tmp_path, 7)
-    train(make_auto_run(world), tmp_path)
+    train(run, tmp_path)
     output = capsys.readouterr().out
-    assert "Resuming after step 6" in output and "step 15/15  rloo  loss" in output
+    assert "Resuming after step 6" in output and "step 9/9  rloo  loss" in output
     assert_same_run(tmp_path, two_phase_run)
 
 
@@ -155,9 +158,9 @@ def test_auto_trains_a_method_that_cannot_sample_through_the_gate(
     world, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(StepPrune, "samples_subsets", False)
-    train(make_auto_run(world, steps=2), tmp_path / "auto")
+    train(make_auto_run(world, steps=12), tmp_path / "auto")
     assert "Recipe: the gate, because stepprune cannot sample" in capsys.readouterr().out
-    train(make_run(*world, recipe="gate", steps=2, **RLOO_CHANGES), tmp_path / "gate")
+    train(make_run(*world, recipe="gate", steps=12, **RLOO_CHANGES), tmp_path / "gate")
     assert metrics(tmp_path / "auto") == metrics(tmp_path / "gate")
     message = r"config\.recipe is 'rloo', expected gate or auto, as stepprune cannot"
     with pytest.raises(ValueError, match=message):
