@@ -542,7 +542,7 @@ def _single_benchmark_object(table: BenchmarkTable, row: MethodScores) -> dict[s
         **({name: score.get(name) for name in HARD} if _has_hard_scores(table) else {}),
         "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
         "ms": None if score["ms"] is None else round(score["ms"], 3),
-        "gflops": score["gflops"],
+        "gflops": None if score["gflops"] is None else float(f"{score['gflops']:.4g}"),
         "questions": score.get("scored", score["answered"]),
         "seed": row.seeds if "headlines" in score else score["seed"],
     }
