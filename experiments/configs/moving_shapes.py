@@ -21,7 +21,7 @@ def get_config(method: str = "stepprune") -> training.Run:
     return training.Run(
         method=method,
         recipe="auto",
-        steps=400,
+        steps=1200,
         batch_size=32,
         model=training.ModelSettings(
             folder="experiments/models/moving_shapes_qwen3", rows_at_once=8

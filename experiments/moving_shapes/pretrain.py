@@ -578,7 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clips", type=int, default=6144, help="number of clips to draw")
     parser.add_argument("--tower_steps", type=int, default=600, help="updates of the tower")
     text = "updates of the language model"
-    parser.add_argument("--language_steps", type=int, default=1000, help=text)
+    parser.add_argument("--language_steps", type=int, default=4000, help=text)
     flags = parser.parse_args(arguments)
     result = pretrain(
         flags.workdir,
