@@ -15,7 +15,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import jaxtyped
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import TypeCheckError, jaxtyped
 
 # Binds the names of axes for one call. Taken here, before the name in jaxtyping is replaced.
 _one_call = functools.partial(jaxtyped, "context")
@@ -49,8 +50,11 @@ def check_annotations(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any
             nonlocal checked_function
             if checked_function is None:
                 checked_function = typechecker(_copy(function))
-            with _one_call():
-                return checked_function(*args, **kwargs)
+            try:
+                with _one_call():
+                    return checked_function(*args, **kwargs)
+            except BeartypeCallHintViolation as error:  # which is no TypeError
+                raise TypeCheckError(str(error)) from error
 
         return checked
 
