@@ -35,10 +35,14 @@ from experiments.grids.reader import (
 from experiments.grids.world import KINDS, WIDTH, Grid, Questions, sample_questions
 from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.selectors import RlooSettings
+from stepprune_jax.selectors.rloo import SubsetGain
+from stepprune_jax.training.recipes import GATE_SHARE, TRIAL_SHARE
 
 BATCH_SIZE, BUDGETS, NUM_TEST_QUESTIONS = 32, (2, 4, 8, 16), 1024
 # Price of a kept token by RLOO, four times the gate's; see `training.recipes`.
 RLOO_PRICE = 0.6
+RECIPES = ("auto", "warm_start", "rloo", "gate", "gate_rloo")
+NUM_TRIED_QUESTIONS = 512  # questions on which the recipe "auto" measures what subsets gain
 # Updates, cells and batch size of each stage of the reader's training; 0 selects all cells.
 READER_STAGES = ((2500, 24, 96), (500, 60, 64), (900, 0, 48))
 
@@ -50,6 +54,7 @@ class Study:
         arguments: parsed command line.
         kinds: kinds of questions.
         grid: size of the grids.
+        settings: settings of RLOO.
         reader: weights of the frozen reader.
         policy: the policy before training.
     """
@@ -57,8 +62,11 @@ class Study:
     def __init__(self, arguments: argparse.Namespace, reader: Weights):
         self.arguments, self.reader = arguments, reader
         self.kinds, self.grid = tuple(arguments.kinds.split(",")), Grid(arguments.side)
+        self.settings = RlooSettings(samples=arguments.samples)
         width = MODEL_WIDTH if arguments.reads == "projected" else WIDTH
+        # The price is that of RLOO; `policy_for` changes it for the gate.
         config = sp.PolicyConfig(
+            length_weight=RLOO_PRICE,
             feature_width=width,
             text_width=MODEL_WIDTH,
             width=64,
@@ -66,13 +74,18 @@ class Study:
             group=arguments.group,
             draw=1.0,
         )
-        if arguments.recipe != "gate":
-            config = dataclasses.replace(config, length_weight=RLOO_PRICE)
         stats = sp.FeatureStats.start(width)
         for batch_index in range(4):
             batch = self.sample(jax.random.key(100 + batch_index), 64)
             stats = sp.update_stats(stats, self.image(reader, batch))
         self.policy = sp.StepPrune.init(jax.random.key(arguments.seed + 1), config, stats)
+
+    def policy_for(self, params: Any, objective: str) -> sp.StepPrune:
+        """Returns the policy with some weights, and with the price of a token of an objective."""
+        config = self.policy.config
+        if objective == "gate":
+            config = dataclasses.replace(config, length_weight=sp.PolicyConfig.length_weight)
+        return self.policy.replace(params=params, config=config)
 
     def sample(self, key: Array, num_rows: int, kinds: tuple[str, ...] = ()) -> Questions:
         """Samples questions of some kinds, by default of all kinds of the study."""
@@ -133,14 +146,45 @@ class Study:
             progress = sp.Progress(share)
             return policy.train_loss(policy_key, image, text, mean_loss, progress=progress, **masks)
 
-        def subset_losses(kept):
+        subset_losses = self.subset_losses(reader, batch)
+        return policy.rloo_loss(policy_key, image, text, subset_losses, self.settings, **masks)
+
+    def subset_losses(self, reader: Weights, batch: Questions) -> Callable[[sp.Pruned], Array]:
+        """Returns the function from [b, g] subsets to the loss of each question's answer."""
+
+        def losses(kept):
             b, g = kept.count.shape
             flat = jax.tree.map(lambda leaf: leaf.reshape(b * g, *leaf.shape[2:]), kept)
             words, answer = (jnp.repeat(leaf, g, axis=0) for leaf in (batch.words, batch.answer))
-            return losses_of(flat.tokens, flat.valid, words, answer).reshape(b, g)
+            tokens = self.language_tokens(reader, flat.tokens)
+            return answer_losses(reader, tokens, flat.valid, words, answer)[0].reshape(b, g)
 
-        settings = RlooSettings(samples=self.arguments.samples)
-        return policy.rloo_loss(policy_key, image, text, subset_losses, settings, **masks)
+        return losses
+
+    def measure_subset_gain(self, params: Any) -> SubsetGain:
+        """Measures the gain of subsets that the policy samples on held-out questions."""
+        batch = self.sample(jax.random.key(5), NUM_TRIED_QUESTIONS)
+        return self.policy.replace(params=params).measure_subset_gain(
+            jax.random.key(6),
+            self.image(self.reader, batch),
+            embed_words(self.reader, batch.words),
+            self.subset_losses(self.reader, batch),
+            self.settings,
+            text_mask=batch.words >= 0,
+        )
+
+    def choose_recipe(self) -> str:
+        """Chooses a recipe by a trial, by the rule of the recipe "auto" of `training.run`."""
+        gain = self.measure_subset_gain(self.policy.params)
+        num_updates = max(1, round(TRIAL_SHARE * self.arguments.updates))
+        params = self.train(self.policy.params, "warm_start", num_updates)
+        trial = self.measure_subset_gain(params)
+        if trial.is_better_than(gain):
+            recipe = "warm_start"
+        else:
+            recipe = "rloo" if gain.suffices else "gate_rloo"
+        print(f"auto: {recipe}; {gain.summary}; after the trial: {trial.rewards}", flush=True)
+        return recipe
 
     def train(self, params: Any, objective: str, num_updates: int) -> Any:
         """Trains the weights of the policy by one objective, and prints metrics.
@@ -151,7 +195,7 @@ class Study:
             num_updates: number of updates, over which the learning rate falls by a cosine.
         """
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, 1e-3, max(1, num_updates // 20), num_updates, 1e-4
+            0.0, 1e-3, num_updates // 20, num_updates, 1e-4
         )
         clip = optax.clip_by_global_norm(1.0)
         optimizer = optax.chain(clip, optax.adamw(schedule, weight_decay=1e-4))
@@ -159,7 +203,7 @@ class Study:
         @jax.jit
         def update(params, moments, reader, key, share):
             def loss_fn(params):
-                policy = self.policy.replace(params=params)
+                policy = self.policy_for(params, objective)
                 return self.loss(policy, reader, key, objective, share)
 
             (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -230,16 +274,32 @@ class Study:
             self.report(f"{title}, {budget}", keep)
 
 
+def phases(recipe: str, num_updates: int, warm_share: float) -> list[tuple[str, int]]:
+    """Returns the objectives of a recipe with their numbers of updates.
+
+    Args:
+        recipe: "warm_start", "rloo", "gate" or "gate_rloo"; the first and the last end with RLOO.
+        num_updates: number of all updates.
+        warm_share: fraction of the updates that belong to the warm start.
+    """
+    shares = {"warm_start": warm_share, "gate_rloo": GATE_SHARE}
+    if recipe not in shares:
+        return [(recipe, num_updates)]
+    num_first_updates = round(shares[recipe] * num_updates)
+    first_objective = recipe.removesuffix("_rloo")
+    return [(first_objective, num_first_updates), ("rloo", num_updates - num_first_updates)]
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.grids")
     parser.add_argument("--workdir", type=Path, default=Path("runs/grids"))
     parser.add_argument("--kinds", default="place,compare,count", help=", ".join(KINDS))
     parser.add_argument("--side", type=int, default=12, help="rows and columns of a grid")
-    parser.add_argument("--recipe", choices=("auto", "rloo", "gate"), default="auto")
+    parser.add_argument("--recipe", choices=RECIPES, default="auto")
     parser.add_argument("--reads", choices=("tower", "projected"), default="tower")
     parser.add_argument("--updates", type=int, default=700)
-    parser.add_argument("--share", type=float, default=0.4, help="of the warm start, in auto")
+    parser.add_argument("--share", type=float, default=0.4, help="of the warm start")
     parser.add_argument("--samples", type=int, default=8, help="subsets per question, by RLOO")
     parser.add_argument("--group", type=int, default=1, help="tokens per step")
     parser.add_argument("--seed", type=int, default=0)
@@ -257,14 +317,13 @@ def main() -> None:
     report_reader(reader, grid, kinds)
     study = Study(arguments, reader)
     study.report_reference()
-    params, num_updates = study.policy.params, arguments.updates
-    if arguments.recipe == "auto":
-        num_warm_updates = round(arguments.share * num_updates)
-        params = study.train(params, "warm_start", num_warm_updates)
-        study.report_policy("warm start", params)
-        num_updates -= num_warm_updates
-    params = study.train(params, "gate" if arguments.recipe == "gate" else "rloo", num_updates)
-    study.report_policy(arguments.recipe, params)
+    recipe = arguments.recipe
+    if recipe == "auto":
+        recipe = study.choose_recipe()
+    params = study.policy.params
+    for objective, num_updates in phases(recipe, arguments.updates, arguments.share):
+        params = study.train(params, objective, num_updates)
+        study.report_policy(objective, params)
 
 
 if __name__ == "__main__":

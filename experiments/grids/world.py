@@ -17,7 +17,9 @@ NUM_WORDS = 4  # words per question, including padding
 # Fraction of the cells that have a symbol, and the standard deviation of the noise of a token,
 # relative to the symbol.
 FILLED, NOISE = 0.4, 0.5
-KINDS = ("place", "compare", "rare", "count", "neighbor")
+KINDS = ("place", "compare", "rare", "count", "neighbor", "majority")
+# Cells of the named row that have the color of most of its symbols, and other symbols of that row.
+MAJORITY, MINORITY = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Questions(NamedTuple):
         tokens: [b, n, d] visual tokens, one per cell.
         words: [b, l] words of the question; -1 in the padding.
         answer: [b] index of the answer, below `NUM_ANSWERS`.
-        needed: [b, n] True at the cells that decide the answer.
+        needed: [b, n] True at the cells that decide the answer, or suffice for it.
         filled: [b, n] True at cells with a symbol.
     """
 
@@ -92,6 +94,8 @@ def sample_questions(key: Array, grid: Grid, num_rows: int, kinds: tuple[str, ..
             "count" names a shape and asks how many cells have it, at most `MAX_COUNT`.
             "neighbor" names a shape that one cell has, and asks for the shape of the next cell in
             the row.
+            "majority" names a row and asks for the color of most of its symbols: `MAJORITY` of
+            them have that color, and `MINORITY` have other colors.
     """
     kind_key, row_key, noise_key = jax.random.split(key, 3)
     kind_numbers = jnp.array([KINDS.index(kind) for kind in kinds])
@@ -136,15 +140,18 @@ def _sample_symbols(key: Array, grid: Grid, kind: Array) -> tuple[Array, ...]:
 
     shape_words = jnp.array([0, 0, 0])
 
+    def row_words(row):
+        return jnp.concatenate([grid.row_word(row)[None], shape_words - 1])
+
     def place():
         words = jnp.array([*word_pair(first), -1, -1])
-        return any_shape, filled | one_hot[0], words, any_shape[first], one_hot[0]
+        return any_shape, color, filled | one_hot[0], words, any_shape[first], one_hot[0]
 
     def compare():
         words = jnp.array([*word_pair(first), *word_pair(second)])
         needed = one_hot[0] | one_hot[1]
         answer = jnp.maximum(any_shape[first], any_shape[second])
-        return any_shape, filled | needed, words, answer, needed
+        return any_shape, color, filled | needed, words, answer, needed
 
     def name_words():
         return jnp.concatenate([grid.shape_word(named_shape)[None], shape_words - 1])
@@ -152,23 +159,38 @@ def _sample_symbols(key: Array, grid: Grid, kind: Array) -> tuple[Array, ...]:
     def rare():
         shape = jnp.where(one_hot[0], named_shape, other)
         answer = NUM_SHAPES + color[first]
-        return shape, filled | one_hot[0], name_words(), answer, one_hot[0]
+        return shape, color, filled | one_hot[0], name_words(), answer, one_hot[0]
 
     def counting():
         needed = rank < count
         shape = jnp.where(needed, named_shape, other)
         answer = NUM_SHAPES + NUM_COLORS + count
-        return shape, filled | needed, name_words(), answer, needed
+        return shape, color, filled | needed, name_words(), answer, needed
 
     def neighbor():
         shape = jnp.where(one_hot[2], named_shape, other)
         needed = one_hot[2] | one_hot[3]
-        return shape, filled | needed, name_words(), shape[left + 1], needed
+        return shape, color, filled | needed, name_words(), shape[left + 1], needed
 
-    shape, filled, words, answer, needed = jax.lax.switch(
-        kind, (place, compare, rare, counting, neighbor)
+    def majority():
+        row = first // side
+        is_in_row = jnp.arange(n) // side == row
+        # Ranks of the cells of the row, in random order; cells of other rows come after them.
+        rank_in_row = jnp.argsort(jnp.argsort(jnp.where(is_in_row, rank, n + rank)))
+        needed = is_in_row & (rank_in_row < MAJORITY)
+        has_symbol = is_in_row & (rank_in_row < MAJORITY + MINORITY)
+        majority_color = color[first]
+        # Each other symbol of the row has another color.
+        other_color = (majority_color + 1 + color % (NUM_COLORS - 1)) % NUM_COLORS
+        row_color = jnp.where(needed, majority_color, jnp.where(has_symbol, other_color, color))
+        row_filled = jnp.where(is_in_row, has_symbol, filled)
+        answer = NUM_SHAPES + majority_color
+        return any_shape, row_color, row_filled, row_words(row), answer, needed
+
+    shape, color, filled, words, answer, needed = jax.lax.switch(
+        kind, (place, compare, rare, counting, neighbor, majority)
     )
-    # Questions of "count" and "rare" name a shape too: the last word tells the kinds apart.
+    # Several kinds of questions name one shape: the last word tells the kinds apart.
     words = jnp.where(
         jnp.arange(NUM_WORDS) == NUM_WORDS - 1, jnp.where(words < 0, kind, words), words
     )
