@@ -15,7 +15,13 @@ from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markd
 from stepprune_jax.evaluation.latex import latex_table
 from stepprune_jax.evaluation.names import ALL
 from stepprune_jax.evaluation.seeds import sample_deviation
-from stepprune_jax.evaluation.table import BenchmarkTable, MethodScores, Score, headlines
+from stepprune_jax.evaluation.table import (
+    BenchmarkTable,
+    MethodScores,
+    Score,
+    comparable_headlines,
+    headlines,
+)
 from stepprune_jax.evaluation.uncertainty import Interval, McNemar
 from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.settings import is_number
@@ -357,7 +363,8 @@ def _unsuited_benchmarks(table: BenchmarkTable) -> list[str]:
     The table has the row of all tokens.
     """
     assert table.all_tokens is not None
-    blind_scores = {} if table.blind is None else headlines(table.blind)
+    blind = table.blind
+    blind_scores = {} if blind is None else comparable_headlines(blind, table.all_tokens)
     lines = []
     for name, unpruned_score in headlines(table.all_tokens).items():
         title, blind_score = BENCHMARKS[name].title, blind_scores.get(name)
