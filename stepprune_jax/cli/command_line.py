@@ -134,7 +134,8 @@ class Parser(argparse.ArgumentParser):
             questions = (
                 nearest(name, known_flags)
                 for name in names
-                if name.startswith("--") and name not in known_flags
+                # `--config.FIELD` is a flag as well, although argparse does not know it.
+                if name.startswith("--") and name.partition(".")[0] not in known_flags
             )
             message += next(filter(None, questions), "")
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
@@ -355,9 +356,9 @@ def _suggest_flag(parser: argparse.ArgumentParser, config: str, argument: str) -
     Returns:
         A question, as in ". Did you mean --config.steps?"; "" if no flag or field is similar.
     """
-    if not argument.startswith("--"):
+    if not argument.startswith(("--", "config.")):
         return ""
-    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    name = argument.partition("=")[0].removeprefix("--").removeprefix("config.").replace("-", "_")
     question = ""
     with contextlib.suppress(UserError, OSError):  # reported when the configuration is loaded
         question = configurations.load(config).suggest(name).replace(" config.", " --config.")
