@@ -275,6 +275,12 @@ def read(arguments, kind=Run):
         (["--config=shape"], "Did you mean shapes?"),
         (["more", "words"], "unexpected arguments: more words\n"),
         (["--steps", "9"], "unexpected arguments: --steps 9. Did you mean --config.steps?"),
+        (["--batch-size=3"], "Did you mean --config.batch_size or --config.eval.batch_size?"),
+        (["--budget=16"], "Did you mean --config.eval.budgets or --config.validation.budget?"),
+        (["config.learning_rate=1"], "Did you mean --config.optimizer.lr or --config.rloo.lr or"),
+        (["config.optimizer.lr=1"], "Did you mean --config.optimizer.lr?"),
+        # The value is wrong, not the name of the flag.
+        (["--config.optimizer.warmup=9999"], "below config.steps (500)\n"),
         (["--learning-rate=1"], "Did you mean --config.optimizer.lr or --config.rloo.lr or"),
         (["--workdri=x"], "unexpected arguments: --workdri=x. Did you mean --workdir?"),
         (["--workdir="], "--workdir is empty"),
@@ -383,6 +389,7 @@ def test_a_misspelled_flag_is_asked_about(capsys, arguments, problem):
     parser.add_argument("--policy")
     parser.add_argument("--max_tokens")
     parser.add_argument("--out")
+    parser.add_argument("--config")
     with pytest.raises(SystemExit):
         parser.parse_args(arguments)
     assert capsys.readouterr().err == f"ask: error: {problem}\n"

@@ -286,8 +286,9 @@ def _evaluate_missing(
     settings = base.eval
     model, source = load_model(base), base.model.inspect()
     policies = {run.folder: load_policy(run.policy_file) for run, _ in missing}
+    num_tokens = model.config.max_image_tokens
     for run, _ in missing:
-        check_policies({run.method: policies[run.folder]}, model.config, settings)
+        check_policies({run.method: policies[run.folder]}, model.config, settings, num_tokens)
     ids = [question.question_id for question in test.questions]
     file = _data(base) / "test_scenes.jsonl"
     scenes = read_scenes(file, test.questions) if file.is_file() else None
@@ -324,8 +325,7 @@ def _evaluate_missing(
         trained = answer_rows(path, fingerprint, run.seed, {run.method: policy}, stops)
         table = _table(trained, untrained, run.seed)
         if policy.has_stop:
-            n = model.config.max_image_tokens
-            bounds = policy.config.min_tokens, policy.config.steps(n)
+            bounds = policy.config.min_tokens, policy.config.steps(num_tokens)
             statistics = [stop_statistics(row, scenes, *bounds) for row in trained]
             table = [row | extra for row, extra in zip(table, statistics, strict=True)]
         _save(path, fingerprint, table)

@@ -131,8 +131,8 @@ class Parser(argparse.ArgumentParser):
         known_flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for argument in self._arguments:
             name = argument.partition("=")[0]
-            is_flag = name.startswith("--") and not name.startswith("--config.")
-            if is_flag and not self._begins_flag(name):
+            # `--config.FIELD` is a flag as well, although argparse does not know it.
+            if name.startswith("--") and not self._begins_flag(name.partition(".")[0]):
                 question = nearest(name[2:], [flag[2:] for flag in known_flags])
                 if question:
                     return name, question.replace("Did you mean ", "Did you mean --")
@@ -370,9 +370,9 @@ def _suggest_flag(parser: argparse.ArgumentParser, config: str, argument: str) -
     Returns:
         A question, as in ". Did you mean --config.steps?"; "" if no flag or field is similar.
     """
-    if not argument.startswith("--"):
+    if not argument.startswith(("--", "config.")):
         return ""
-    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    name = argument.partition("=")[0].removeprefix("--").removeprefix("config.").replace("-", "_")
     question = ""
     with contextlib.suppress(UserError, OSError):  # reported when the configuration is loaded
         question = configurations.load(config).suggest(name).replace(" config.", " --config.")
