@@ -1,14 +1,14 @@
 """Optional packages, and the console scripts that explain which package is missing."""
 
 import functools
-import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from typing import NoReturn
 
 # Smallest extra of this package that installs each package, by the name that is imported.
 _EXTRA = {
@@ -48,7 +48,12 @@ def find_clone() -> Path | None:
     """
     folder = Path(__file__).resolve().parents[1]
     if not (folder / "pyproject.toml").is_file():
-        from importlib import metadata  # takes 30 ms, and only messages need it
+        # Only messages need these modules. They take most of the time that the imports at the top
+        # of this file would take, during which Ctrl-C ends a command in a traceback.
+        import json
+        from importlib import metadata
+        from urllib.parse import urlsplit
+        from urllib.request import url2pathname
 
         try:
             # pip writes this file when it installs from a folder or an address (PEP 610).
@@ -103,15 +108,23 @@ def need(package: str, reason: str) -> None:
         raise MissingPackageError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
 
 
+def end_interrupted(name: str) -> NoReturn:
+    """Prints that a command was interrupted, and ends the process without cleaning up."""
+    print(f"{name}: interrupted", file=sys.stderr, flush=True)
+    os._exit(_INTERRUPTED)
+
+
 def _command(name: str) -> Callable[[], None]:
     """Returns a console script that runs the function `command` of a module of `cli`."""
 
     def run() -> None:
-        try:
-            import_module("stepprune_jax.cli.start").start(name)
-        except KeyboardInterrupt:  # `start` handles interrupts once it is imported.
-            sys.stderr.write(f"{Path(sys.argv[0]).stem}: interrupted\n")
-            sys.exit(_INTERRUPTED)
+        # A shell's background job ignores Ctrl-C.
+        is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_interruptible:  # Nothing is computed or written before the command runs.
+            script = Path(sys.argv[0]).name
+            signal.signal(signal.SIGINT, lambda *_: end_interrupted(script))
+        start = import_module("stepprune_jax.cli.start").start
+        start(name, is_interruptible=is_interruptible)
 
     return run
 

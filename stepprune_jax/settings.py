@@ -40,6 +40,7 @@ _OTHER_NAMES = {
     "epochs": "steps",
     "warmup_steps": "warmup",
     "wd": "weight_decay",
+    "budget": "budgets",
 }
 
 # Smallest and largest positive normal number of float32. Programs use settings as float32.
@@ -390,8 +391,10 @@ def _suggest(settings: Any, name: str, path: str) -> str:
     matches = [
         dotted_name
         for dotted_name in dotted_names
-        if dotted_name.rpartition(".")[2] in searched_names
+        if dotted_name == name or dotted_name.rpartition(".")[2] in searched_names
     ]
+    # Fields of the group itself come first.
+    matches.sort(key=lambda dotted_name: dotted_name.count("."))
     if not matches:
         field_names = [field.name for field in dataclasses.fields(settings)]
         matches = difflib.get_close_matches(name, field_names, n=1)

@@ -275,6 +275,12 @@ def read(arguments, kind=Run):
         (["--config=shape"], "Did you mean shapes?"),
         (["more", "words"], "unexpected arguments: more words\n"),
         (["--steps", "9"], "unexpected arguments: --steps 9. Did you mean --config.steps?"),
+        (["--batch-size=3"], "Did you mean --config.batch_size or --config.eval.batch_size?"),
+        (["--budget=16"], "Did you mean --config.eval.budgets or --config.validation.budget?"),
+        (["config.learning_rate=1"], "Did you mean --config.optimizer.lr or --config.rloo.lr or"),
+        (["config.optimizer.lr=1"], "Did you mean --config.optimizer.lr?"),
+        # The value is wrong, not the name of the flag.
+        (["--config.optimizer.warmup=9999"], "below config.steps (500)\n"),
         (["--learning-rate=1"], "Did you mean --config.optimizer.lr or --config.rloo.lr or"),
         (["--workdri=x"], "unexpected arguments: --workdri=x. Did you mean --workdir?"),
         (["--workdir="], "--workdir is empty"),
@@ -363,13 +369,34 @@ def test_a_configured_cache_folder_of_jax_is_kept(flags, folder):
         jax.config.update("jax_compilation_cache_dir", old_folder)
 
 
-def test_a_misspelled_flag_is_asked_about(capsys):
-    """Without the question, the message names the missing flag only."""
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        # Without the question, the message names the missing flag only.
+        (["--modl", "x"], "unknown flag --modl. Did you mean --model?"),
+        (["--model=x", "--polcy=y"], "unrecognized arguments: --polcy=y. Did you mean --policy?"),
+        # Read after the other flags, by commands with a configuration.
+        (["--config.max_tokens=9"], "the following arguments are required: --model"),
+        # "--pol" is an abbreviation.
+        (["--pol=y", "--max-tokns=1"], "unknown flag --max-tokns. Did you mean --max_tokens?"),
+        (["--bugdet=3"], "the following arguments are required: --model"),
+        (["--model=x", "--bugdet=3"], "unrecognized arguments: --bugdet=3"),
+    ],
+)
+def test_a_misspelled_flag_is_asked_about(capsys, arguments, problem):
     parser = Parser(prog="ask")
     parser.add_argument("--model", required=True)
     parser.add_argument("--policy")
-    for arguments, flag in ((["--modl", "x"], "model"), (["--model=x", "--polcy=y"], "policy")):
-        with pytest.raises(SystemExit):
-            parser.parse_args(arguments)
-        problem = capsys.readouterr().err
-        assert f"Did you mean --{flag}?" in problem and problem.count("\n") == 1
+    parser.add_argument("--max_tokens")
+    parser.add_argument("--out")
+    parser.add_argument("--config")
+    with pytest.raises(SystemExit):
+        parser.parse_args(arguments)
+    assert capsys.readouterr().err == f"ask: error: {problem}\n"
+
+
+def test_flags_with_dashes_can_be_abbreviated():
+    parser = Parser()
+    parser.add_argument("--max_tokens", type=int)
+    for arguments in (["--max-tokens=3"], ["--max-tok", "3"], ["--max_t=3"]):
+        assert parser.parse_args(arguments).max_tokens == 3

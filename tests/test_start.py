@@ -59,7 +59,6 @@ def test_flags_offer_the_values_of_the_library():
 START = """
 import gc, hashlib, signal, sys, time, types
 from stepprune_jax import extras
-from stepprune_jax.cli.command_line import exit_with
 
 def wait_in_python(*_):
     print("ready", flush=True)
@@ -69,7 +68,7 @@ def wait_in_a_library():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
 
-def wait_in_a_destructor():
+def wait_in_a_destructor(*_):
     destroyed = type("Destroyed", (), {"__del__": wait_in_python})()
     del destroyed
     time.sleep(600)
@@ -90,15 +89,21 @@ def wait_in_the_garbage_collector():
 class SlowImport:
     @staticmethod
     def find_spec(name, *_):
-        if name == "stepprune_jax.cli.table":
-            wait_in_python()
+        if name == slow_module:
+            wait()
 
 def replace_command(main):
+    from stepprune_jax.cli.command_line import exit_with  # imports more than SlowImport delays
     command = types.SimpleNamespace(command=lambda: exit_with("stepprune-table", main))
     sys.modules["stepprune_jax.cli.table"] = command
 
 sys.argv = ["stepprune-table", "RUN"]
 """
+
+
+# Import of a module that takes long.
+SLOW = "sys.meta_path.insert(0, SlowImport)"
+TABLE, START_MODULE = map(repr, ("stepprune_jax.cli.table", "stepprune_jax.cli.start"))
 
 
 def interrupt(code):
@@ -117,7 +122,10 @@ def interrupt(code):
 @pytest.mark.parametrize(
     "wait",
     [
-        "sys.meta_path.insert(0, SlowImport)",
+        f"slow_module, wait = {TABLE}, wait_in_python; {SLOW}",
+        f"slow_module, wait = {START_MODULE}, wait_in_python; {SLOW}",
+        # Python drops an error that is raised in a destructor.
+        f"slow_module, wait = {START_MODULE}, wait_in_a_destructor; {SLOW}",
         "replace_command(wait_in_python)",
         "replace_command(wait_in_a_library)",
         "sys.unraisablehook = lambda _: None; replace_command(wait_in_a_destructor)",
@@ -134,6 +142,12 @@ def test_an_interrupt_during_garbage_collection_is_raised_after_it():
     replacement = "replace_command(wait_in_the_garbage_collector)"
     output, errors, _ = interrupt(f"{START}\n{replacement}\nextras.table()")
     assert output == "reacted\n" and errors == "stepprune-table: interrupted\n"
+
+
+def test_scripts_import_few_modules_before_they_handle_interrupts():
+    code = "import sys; from stepprune_jax.extras import generate; print(*sys.modules)"
+    process = run_python("-S", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}")
+    assert not {"argparse", "email", "json", "logging", "socket", "ssl"} & {*process.stdout.split()}
 
 
 def test_a_background_job_that_ignores_interrupts_still_ignores_them():

@@ -9,6 +9,8 @@ consists of several tensors in the files, one per layer. A canonical name is the
 one layout of a model family; the names in all other layouts are mapped to it.
 """
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 import dataclasses

@@ -5,6 +5,8 @@ as "encoder/block_0/mlp/up/kernel" or "stats/mean". The header's metadata holds 
 configuration, stop bias and calibration as JSON, so the file is complete.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Mapping

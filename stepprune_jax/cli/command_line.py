@@ -108,35 +108,50 @@ class Parser(argparse.ArgumentParser):
         return flags, unparsed
 
     def _normalize(self, arguments: Sequence[str]) -> list[str]:
-        """Replaces dashes in the names of known flags by underscores."""
+        """Replaces dashes in the names of known flags, and in abbreviations, by underscores."""
         normalized: list[str] = []
         for index, argument in enumerate(arguments):
             if argument == "--":  # All further arguments are positional.
                 return [*normalized, *arguments[index:]]
             name, separator, value = argument.partition("=")
             flag = "--" + name.removeprefix("--").replace("-", "_")
-            is_known = name.startswith("--") and flag in self._option_string_actions
+            is_known = name.startswith("--") and self._begins_flag(flag)
             normalized.append(flag + separator + value if is_known else argument)
         return normalized
+
+    def _begins_flag(self, name: str) -> bool:
+        """Returns whether a name is that of a flag, or begins one: argparse reads --max_tok."""
+        return any(flag.startswith(name) for flag in self._option_string_actions)
+
+    def _ask_about_flag(self) -> tuple[str, str]:
+        """Returns the first argument that is similar to a flag, and the question about it.
+
+        Both are empty if no flag is misspelled.
+        """
+        known_flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for argument in self._arguments:
+            name = argument.partition("=")[0]
+            # `--config.FIELD` is a flag as well, although argparse does not know it.
+            if name.startswith("--") and not self._begins_flag(name.partition(".")[0]):
+                question = nearest(name[2:], [flag[2:] for flag in known_flags])
+                if question:
+                    return name, question.replace("Did you mean ", "Did you mean --")
+        return "", ""
 
     def error(self, message: str) -> NoReturn:
         """Prints an error message in one line, without the usage, and exits with status 2.
 
-        The message asks about a misspelled flag, whose value would otherwise be reported missing.
+        argparse reports a missing flag first. If a flag is misspelled, the message names that flag.
         """
         # argparse calls this method inside an `except` block. If the output pipe was closed
         # (`| head`), the BrokenPipeError is raised again for `one_line_errors`.
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             raise
-        if "Did you mean" not in message:
-            names = (argument.partition("=")[0] for argument in self._arguments)
-            known_flags = self._option_string_actions
-            questions = (
-                nearest(name, known_flags)
-                for name in names
-                if name.startswith("--") and name not in known_flags
-            )
-            message += next(filter(None, questions), "")
+        flag, question = self._ask_about_flag()
+        if flag and message.startswith("the following arguments are required"):
+            message = f"unknown flag {flag}.{question}"
+        elif flag and message.startswith("unrecognized arguments"):
+            message += f".{question}"
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
 
@@ -355,9 +370,9 @@ def _suggest_flag(parser: argparse.ArgumentParser, config: str, argument: str) -
     Returns:
         A question, as in ". Did you mean --config.steps?"; "" if no flag or field is similar.
     """
-    if not argument.startswith("--"):
+    if not argument.startswith(("--", "config.")):
         return ""
-    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    name = argument.partition("=")[0].removeprefix("--").removeprefix("config.").replace("-", "_")
     question = ""
     with contextlib.suppress(UserError, OSError):  # reported when the configuration is loaded
         question = configurations.load(config).suggest(name).replace(" config.", " --config.")

@@ -238,7 +238,7 @@ def _describe_recipe(config: Json, begin: str | None) -> str:
         rates += f", Muon {optimizer.muon_lr:g}" if optimizer.muon_lr else ""
         lines.append(
             f"- updates {phase.first + 1} to {phase.last}: {phase.objective.title}; {rates}, "
-            f"warm-up of {optimizer.warmup} updates"
+            f"updates of the warm-up: {optimizer.warmup}"
         )
         if isinstance(phase.objective, RlooObjective):
             objective = phase.objective

@@ -23,7 +23,6 @@ from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.cli.flags.serve import NAME, parse
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.pruning import Budget
 from stepprune_jax.registry import resolve_pruner
 from stepprune_jax.serving.app import ChatApp
@@ -31,7 +30,7 @@ from stepprune_jax.serving.batching import Metrics
 from stepprune_jax.serving.engine import EngineBackend
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import LocalBackend
-from stepprune_jax.serving.messages import Defaults, RequestParser, check_defaults
+from stepprune_jax.serving.messages import Defaults, RequestParser, budget_ladder, check_defaults
 from stepprune_jax.serving.warm_up import Extent, warm_up
 from stepprune_jax.user_input import UserError, expect, naming
 
@@ -61,7 +60,6 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
             f"--engine: the {source.backbone.name} model adds deep features inside its language "
             "model, which an engine's prompt embeddings do not carry; expected no --engine"
         )
-    extent = _warm_up_extent(flags, source.config)
     budget = flags.budget if flags.mean_budget is None else Budget("mean", flags.mean_budget)
     defaults = Defaults(
         pruner=resolve_pruner(flags.pruner),
@@ -72,6 +70,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         execution=Execution(attention=flags.attention),
     )
     check_defaults(source.config, defaults, engine=has_engine)
+    extent = _warm_up_extent(flags, source.config, defaults)
     for warm_up_budget in () if extent is None else extent.budgets:
         with naming("--warm_up_budgets"):
             settings = dataclasses.replace(defaults, budget=warm_up_budget)
@@ -106,12 +105,15 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     return app.app(flags.cors), flags.host, flags.port
 
 
-def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | None:
+def _warm_up_extent(
+    flags: argparse.Namespace, config: ModelConfig, defaults: Defaults
+) -> Extent | None:
     """Parses the flags of the warm-up.
 
     Args:
         flags: the parsed flags.
         config: configuration of the model. Only models whose image sizes vary freely need a size.
+        defaults: the default settings of a request.
 
     Returns:
         The limits of the requests whose programs are compiled; None without --warm_up.
@@ -130,7 +132,8 @@ def _warm_up_extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | 
     image_size = (int(width), int(height)) if is_size else (1, 1)  # (1, 1) is not used.
     budgets = flags.warm_up_budgets
     if budgets == []:  # Without a value, the flag selects all padded sizes.
-        budgets = [str(size) for size in bucket_ladder(config.max_image_tokens)]
+        with naming("--warm_up_budgets"):
+            budgets = budget_ladder(config, defaults)
     return Extent(image_size, flags.warm_up_text, tuple(budgets or ()))
 
 

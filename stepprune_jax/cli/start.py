@@ -4,15 +4,14 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
 
-from stepprune_jax.cli.command_line import escape_output, one_line_errors, program, signal_status
+from stepprune_jax.cli.command_line import escape_output, one_line_errors, program
 from stepprune_jax.cli.compile_notice import announcing_compiles
+from stepprune_jax.extras import end_interrupted
 
 # Seconds that the main thread has for its reaction to Ctrl-C. Python reacts between two of its
 # instructions, so a call of a compiler may delay the reaction by minutes.
@@ -26,25 +25,22 @@ _GC_CALLBACK = "_xla_gc_callback"
 _RETRY_SECONDS = 0.05
 
 
-def start(name: str) -> None:
+def start(name: str, *, is_interruptible: bool) -> None:
     """Runs a command. Imports its module, and hence jax, only if its flags are valid.
 
     Args:
         name: name of the command's module in `cli` and in `cli.flags`.
+        is_interruptible: whether Ctrl-C ends the command. `extras` handles it until the command
+            runs.
     """
-    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_interruptible:  # Nothing is computed or written before the command runs.
-        signal.signal(signal.SIGINT, lambda *_: _end(program(name)))
     escape_output()
     flags = import_module(f"stepprune_jax.cli.flags.{name}")
     script = program(flags.NAME)
-    if is_interruptible:
-        signal.signal(signal.SIGINT, lambda *_: _end(script))
     with one_line_errors(script):
         flags.parse()
         command = import_module(f"stepprune_jax.cli.{name}").command
     with announcing_compiles():
-        if not is_interruptible:  # A shell's background job ignores Ctrl-C.
+        if not is_interruptible:
             command()
             return
         with ending_on_interrupt(script):
@@ -80,7 +76,7 @@ def ending_on_interrupt(name: str) -> Iterator[None]:
             if is_interrupt and not (
                 is_raised.wait(_REACTION_SECONDS) and has_ended.wait(_END_SECONDS)
             ):
-                _end(name)
+                end_interrupted(name)
 
     reader, writer = socket.socketpair()
     writer.setblocking(False)  # `set_wakeup_fd` requires this.
@@ -103,9 +99,3 @@ def _is_in_gc_callback(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _end(name: str) -> NoReturn:
-    """Prints that the command was interrupted, and ends the process without cleaning up."""
-    print(f"{name}: interrupted", file=sys.stderr, flush=True)
-    os._exit(signal_status(signal.SIGINT))

@@ -15,7 +15,13 @@ from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markd
 from stepprune_jax.evaluation.latex import latex_table
 from stepprune_jax.evaluation.names import ALL
 from stepprune_jax.evaluation.seeds import sample_deviation
-from stepprune_jax.evaluation.table import BenchmarkTable, MethodScores, Score, headlines
+from stepprune_jax.evaluation.table import (
+    BenchmarkTable,
+    MethodScores,
+    Score,
+    comparable_headlines,
+    headlines,
+)
 from stepprune_jax.evaluation.uncertainty import Interval, McNemar
 from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.settings import is_number
@@ -244,7 +250,7 @@ def _format_figure(row: MethodScores, name: str, figure: str) -> Cell:
         return f"{test.lost} / {test.gained} (p = {test.p:.2g})"
     if figure == "ms":
         return _decimals(score["ms"], 1)
-    return score.get("gflops") if figure == "gflops" else None
+    return _gflops(score) if figure == "gflops" else None
 
 
 def _seed_deviation(score: Score) -> float | None:
@@ -272,6 +278,12 @@ def _join_deviation(
 def _decimals(value: float | None, decimals: int) -> str | None:
     """Formats a number with a fixed number of decimals; None stays None."""
     return None if value is None else f"{value:.{decimals}f}"
+
+
+def _gflops(score: Score) -> float | None:
+    """Returns the operations of a score, rounded to four digits; None if it has none."""
+    gflops = score.get("gflops")
+    return None if gflops is None else float(f"{gflops:.4g}")
 
 
 def _has_hard_scores(table: BenchmarkTable) -> bool:
@@ -323,7 +335,8 @@ def _table_notes(table: BenchmarkTable) -> list[str]:
             )
     if _has_hard_scores(table):
         lines.append(
-            "hard questions are right with all tokens, and wrong if downsampled to as many"
+            "hard questions are right with all tokens, and wrong with an image that is downsampled "
+            "to the same number of tokens"
         )
     if _is_pruning_slower(table):
         lines.append(
@@ -340,6 +353,31 @@ def _table_notes(table: BenchmarkTable) -> list[str]:
         if unscored_titles:
             titles = ", ".join(unscored_titles)
             lines.append(f"retention excludes {titles}, where {ALL} has no score")
+        lines += _unsuited_benchmarks(table)
+    return lines
+
+
+def _unsuited_benchmarks(table: BenchmarkTable) -> list[str]:
+    """Returns a note for each benchmark on which all methods of pruning are as good.
+
+    The table has the row of all tokens.
+    """
+    assert table.all_tokens is not None
+    blind = table.blind
+    blind_scores = {} if blind is None else comparable_headlines(blind, table.all_tokens)
+    lines = []
+    for name, unpruned_score in headlines(table.all_tokens).items():
+        title, blind_score = BENCHMARKS[name].title, blind_scores.get(name)
+        if not unpruned_score:
+            lines.append(
+                f"{title}: with all tokens no answer is right: compare the form of the answers, or "
+                "use another model"
+            )
+        elif blind_score is not None and blind_score >= unpruned_score:
+            lines.append(
+                f"{title}: the image gains nothing, because the score without it is as high: any "
+                "pruning is as good"
+            )
     return lines
 
 
@@ -454,8 +492,9 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
                 row_object[f"{name}_standard_error"] = score.get("standard_error")
             if has_averages:
                 row_object[f"{name}_sd"] = _seed_deviation(score)
-            for field in ("mean_k", "sd_k", "ms", "gflops"):
+            for field in ("mean_k", "sd_k", "ms"):
                 row_object[f"{name}_{field}"] = score.get(field)
+            row_object[f"{name}_gflops"] = _gflops(score)
             if has_tests:
                 row_object |= _test_fields(row.comparison.tests.get(name), f"{name}_")
             row_object |= _category_fields(table, row, name)
@@ -542,7 +581,7 @@ def _single_benchmark_object(table: BenchmarkTable, row: MethodScores) -> dict[s
         **({name: score.get(name) for name in HARD} if _has_hard_scores(table) else {}),
         "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
         "ms": None if score["ms"] is None else round(score["ms"], 3),
-        "gflops": None if score["gflops"] is None else float(f"{score['gflops']:.4g}"),
+        "gflops": _gflops(score),
         "questions": score.get("scored", score["answered"]),
         "seed": row.seeds if "headlines" in score else score["seed"],
     }

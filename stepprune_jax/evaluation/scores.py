@@ -333,7 +333,7 @@ def _summarize(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
         "min_k": int(num_kept.min()),
         "max_k": int(num_kept.max()),
         "ms": float(np.mean(times)) if times else None,
-        "gflops": float(f"{np.mean(gflops):.4g}") if gflops else None,
+        "gflops": float(np.mean(gflops)) if gflops else None,
         **(at_bounds if any(at_bounds.values()) else {}),
     }
 

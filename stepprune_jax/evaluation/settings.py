@@ -33,7 +33,7 @@ from stepprune_jax.pruning import POSITIONS, Budget
 from stepprune_jax.registry import PRUNERS, read_options, resolve_pruner, weighted
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.settings import Settings, choice, count, is_count, setting
-from stepprune_jax.user_input import UserError, local_path, naming
+from stepprune_jax.user_input import UserError, local_path, naming, nearest
 from stepprune_jax.workdir.checkpoints import RUN_FILE
 
 # Flag that selects methods without a policy, for messages.
@@ -117,11 +117,7 @@ class EvalSettings(Settings, path="config.eval"):
         method_names = self.method_names  # adds classes of the user to `PRUNERS`
         self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
         self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
-        labels = self.labels
-        keys = [key for key, method in PRUNERS.items() if method.label in labels]
-        valid_names = list(dict.fromkeys([*keys, *labels]))
-        is_valid = {*method_names} <= {name.lower() for name in valid_names}
-        self.expect("methods", is_valid, f"some of {', '.join(valid_names)}")
+        _check_methods(method_names, self.labels, [*self.rows])
         # Biases of a learned stop are calibrated without options.
         keys_with_options = [key for key, method in PRUNERS.items() if not method.has_stop]
         expected = f"options after names of {', '.join(keys_with_options)}"
@@ -175,6 +171,24 @@ class EvalSettings(Settings, path="config.eval"):
         untrained = [method.label for method in PRUNERS.values() if method.config_type is None]
         trained = [method.label for method in weighted().values()]
         return [*untrained, *self.rows, *(label for label in trained if label not in self.rows)]
+
+
+def _check_methods(names: Sequence[str], labels: Sequence[str], rows: Sequence[str]) -> None:
+    """Raises a UserError for the first name in `config.eval.methods` that is no method.
+
+    Args:
+        names: the names, in lower case.
+        labels: labels of all methods.
+        rows: labels of the rows that `config.eval.rows` adds.
+    """
+    keys = [key for key, method in PRUNERS.items() if method.label in labels]
+    valid_names = {name.lower() for name in (*keys, *labels)}
+    for name in names:
+        if name not in valid_names:
+            raise UserError(
+                f"config.eval.methods is {name!r}, expected some of {', '.join([*keys, *rows])}, "
+                f"or a class of yours as FILE.py:CLASS.{nearest(name, valid_names)}"
+            )
 
 
 def _split(text: str) -> list[str]:

@@ -92,7 +92,7 @@ class BenchmarkTable(NamedTuple):
         if self.all_tokens is None:
             return None
         unpruned_scores = headlines(self.all_tokens)
-        row_scores = _comparable_headlines(row, self.all_tokens)
+        row_scores = comparable_headlines(row, self.all_tokens)
         has_all_scores = unpruned_scores.keys() <= row_scores.keys()
         if not unpruned_scores or not has_all_scores or not all(unpruned_scores.values()):
             return None
@@ -136,8 +136,8 @@ class BenchmarkTable(NamedTuple):
         if self.all_tokens is None or self.blind is None:
             return None
         unpruned_scores = headlines(self.all_tokens)
-        blind_scores = _comparable_headlines(self.blind, self.all_tokens)
-        row_scores, shares = _comparable_headlines(row, self.all_tokens), []
+        blind_scores = comparable_headlines(self.blind, self.all_tokens)
+        row_scores, shares = comparable_headlines(row, self.all_tokens), []
         for name, unpruned_score in unpruned_scores.items():
             if name not in blind_scores or name not in row_scores:
                 return None
@@ -154,7 +154,7 @@ def headlines(row: MethodScores) -> dict[str, float]:
     return {name: value for name, value in headlines.items() if value is not None}
 
 
-def _comparable_headlines(row: MethodScores, reference: MethodScores) -> dict[str, float]:
+def comparable_headlines(row: MethodScores, reference: MethodScores) -> dict[str, float]:
     """Returns `headlines` for the benchmarks on which two rows are scored on the same questions.
 
     Scores of unfinished runs cover only some questions.

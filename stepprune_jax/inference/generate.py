@@ -1,5 +1,7 @@
 """Answers to questions about images: `generate`, `stream`, and the `Generator` that both use."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

@@ -4,6 +4,8 @@ Axis sizes in shapes: b rows, n image tokens, m = n + 1 memory slots (the last s
 words of the question, t steps, k kept tokens, d and e feature widths.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -37,17 +39,17 @@ class FeatureStats(NamedTuple):
     count: Float[Array, ""]
 
     @classmethod
-    def start(cls, width: int) -> "FeatureStats":
+    def start(cls, width: int) -> FeatureStats:
         """Returns empty statistics: mean 0 and variance 1 until the first update."""
         dtype = jnp.float32
         return cls(jnp.zeros(width, dtype), jnp.ones(width, dtype), jnp.zeros((), dtype))
 
-    def split(self, width: int) -> tuple["FeatureStats", "FeatureStats"]:
+    def split(self, width: int) -> tuple[FeatureStats, FeatureStats]:
         """Splits the statistics into the first `width` channels and the remaining channels."""
         first = FeatureStats(self.mean[:width], self.var[:width], self.count)
         return first, FeatureStats(self.mean[width:], self.var[width:], self.count)
 
-    def continued(self, wider: "FeatureStats") -> "FeatureStats":
+    def continued(self, wider: FeatureStats) -> FeatureStats:
         """Appends channels of `wider`, which has statistics of more channels.
 
         Args:
@@ -339,6 +341,12 @@ class DecoderFns:
     step: StepFn
     sequence: SequenceFn | None = None
     feedback: FeedbackFn | None = None
+
+    def __repr__(self) -> str:
+        """Returns the names of the functions. Their addresses would differ in each process."""
+        functions = (getattr(self, field.name) for field in dataclasses.fields(self))
+        names = (getattr(function, "__name__", repr(function)) for function in functions)
+        return f"DecoderFns({', '.join(names)})"
 
 
 class Progress(NamedTuple):

@@ -5,6 +5,8 @@ The price of a token is its part of the length penalty of Eq. (15). With
 budget, the probe. The decisions of the learned stop near the end of that budget are then trained.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

@@ -1,5 +1,7 @@
 """Cross-modal encoder, Eq. (3), and the decoder memory with its stop slot, Eq. (4)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import jax

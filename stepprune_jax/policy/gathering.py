@@ -1,5 +1,7 @@
 """Gathers the selected tokens into a short prefix that is padded to a static size."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax

@@ -1,5 +1,7 @@
 """Noise gate, Eq. (13), denoiser, Eq. (14), and standardisation of features."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float

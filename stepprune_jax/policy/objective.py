@@ -1,5 +1,7 @@
 """The training pathway: gating of all tokens with noise, and the objective, Eq. (15)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

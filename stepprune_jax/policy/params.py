@@ -1,5 +1,7 @@
 """Parameter specifications: shape, initialiser and sharding axes of every weight."""
 
+from __future__ import annotations
+
 import functools
 import math
 import re

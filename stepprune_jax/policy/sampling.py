@@ -4,6 +4,8 @@ RLOO (REINFORCE leave-one-out) samples several subsets of tokens per question. T
 subset is its reward minus the mean reward of the question's other subsets.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax

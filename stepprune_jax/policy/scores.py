@@ -1,5 +1,7 @@
 """Soft scores of a trajectory, Eqs. (10)-(11): discounted pointer probabilities of each token."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

@@ -4,6 +4,8 @@
 the stop, which determine the kept tokens for every budget and stop bias.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax

@@ -11,6 +11,8 @@ With the density l_i at the solution and q = l / sum(l), the derivatives are
 so the backward pass is O(n) and does not differentiate the computation of b.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

@@ -5,6 +5,8 @@ pointer is trained towards these contributions by cross-entropy. No label is nee
 answer may be the model's own.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -35,6 +35,8 @@ POSITIONS = (*MODEL_POSITIONS, "own")
 # The end of a message about a method or a budget.
 BUDGETS_PAGE = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
 
+# Annotations of functions are quoted where `help` would show long names of types. Fields of
+# dataclasses are not quoted: a subclass in another module would need the same imports.
 AnyPruner = TypeVar("AnyPruner", bound="Pruner")
 
 
@@ -110,7 +112,7 @@ class Pruner:
         return dataclasses.replace(self, budget=budget)
 
     @classmethod
-    def default_budget(cls, options: Iterable[str] = ()) -> Budget:
+    def default_budget(cls, options: "Iterable[str]" = ()) -> Budget:
         """Returns the budget of a pruner that is built without a budget.
 
         Args:
@@ -133,7 +135,7 @@ class Pruner:
         arrays = [name for name in self.leaves if name != "budget"]
         return dataclasses.replace(self, **dict.fromkeys(arrays)) if arrays else self
 
-    def check(self, config: ModelConfig, num_tokens: int) -> None:
+    def check(self, config: "ModelConfig", num_tokens: int) -> None:
         """Checks budget, options and model before anything is loaded.
 
         Args:
@@ -173,7 +175,7 @@ class Pruner:
             value = str(value) if isinstance(value, Budget) else repr(value)
             raise UserError(f"{self.name}: {option} is {value}, expected {expected}")
 
-    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+    def schedule(self, config: "ModelConfig", num_tokens: int) -> "Schedule":
         """Counts an image's tokens in the language model; all other counts follow from these.
 
         Args:
@@ -187,10 +189,10 @@ class Pruner:
 
     def media_counts(
         self,
-        counts: Int[np.ndarray, "r"],
-        sizes: Int[np.ndarray, "r"],
-        frames: Int[np.ndarray, "r"],
-    ) -> Int[np.ndarray, "r"]:
+        counts: "Int[np.ndarray, 'r']",
+        sizes: "Int[np.ndarray, 'r']",
+        frames: "Int[np.ndarray, 'r']",
+    ) -> "Int[np.ndarray, 'r']":
         """Adapts the numbers of tokens to keep to the temporal patches of videos; on the host.
 
         Args:
@@ -205,23 +207,23 @@ class Pruner:
         return counts
 
     def floor_counts(
-        self, counts: Int[np.ndarray, "r"], sizes: Int[np.ndarray, "r"]
-    ) -> Int[np.ndarray, "r"]:
+        self, counts: "Int[np.ndarray, 'r']", sizes: "Int[np.ndarray, 'r']"
+    ) -> "Int[np.ndarray, 'r']":
         """Returns counts with shares rounded down, as methods of videos round them."""
         if self.budget.kind != "rate":
             return counts
         share = Fraction(self.budget.number)
         return np.array([int(share * size) for size in sizes.tolist()], counts.dtype)
 
-    def method_positions(self, config: ModelConfig) -> str:
+    def method_positions(self, config: "ModelConfig") -> str:
         """Returns `positions`, or "original" for a model whose tokens have several position ids."""
         return self.positions if config.position_axes == 1 else "original"
 
-    def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
+    def taps(self, config: "ModelConfig") -> "tuple[Tap, ...]":
         """Returns the intermediates of the tower that the method reads."""
         return ()
 
-    def words(self, config: ModelConfig, text: str) -> list[str]:
+    def words(self, config: "ModelConfig", text: str) -> list[str]:
         """Returns the words to read of the user's text, if the method has `reads_words`.
 
         The words are tokenized one by one; `PrunerInputs.text` has the embeddings of their tokens.
@@ -243,7 +245,7 @@ class Pruner:
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
-    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+    def keep(self, inputs: "PrunerInputs", capacity: int) -> "Kept":
         """Selects the tokens that enter the language model.
 
         Args:
@@ -260,7 +262,7 @@ class Pruner:
             return Kept(index, index, inputs.whole, inputs.valid, jnp.full(r, n, jnp.int32))
         return take(inputs.whole, index, inputs.valid.sum(1, dtype=jnp.int32), capacity)
 
-    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: "ModelConfig", num_tokens: int) -> "tuple[LayerCut, ...]":
         """Returns the layers of the language model before which the method drops tokens.
 
         Args:
@@ -273,7 +275,7 @@ class Pruner:
         return ()
 
     def layer_tokens(
-        self, config: ModelConfig, num_tokens: int, kept: int | None = None
+        self, config: "ModelConfig", num_tokens: int, kept: int | None = None
     ) -> list[int]:
         """Counts the tokens of an image that enter each layer of the language model.
 
@@ -323,7 +325,7 @@ class Ranker(Pruner, abc.ABC):
     """A pruner that orders the tokens and keeps a prefix of the order."""
 
     @abc.abstractmethod
-    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
+    def rank(self, inputs: "PrunerInputs", steps: int) -> "Ranking":
         """Orders the tokens of each row.
 
         Args:
@@ -334,7 +336,7 @@ class Ranker(Pruner, abc.ABC):
             The order, and the margins of a learned stop.
         """
 
-    def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
+    def counts(self, ranking: "Ranking", exact: "Int[ArrayLike, 'r']") -> "Int[ArrayLike, 'r']":
         """Returns the number of tokens kept of each row's order; runs on the host.
 
         Args:
@@ -347,7 +349,7 @@ class Ranker(Pruner, abc.ABC):
         """
         return exact
 
-    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+    def keep(self, inputs: "PrunerInputs", capacity: int) -> "Kept":
         """Keeps the first `inputs.count` tokens of the order, in raster order."""
         ranking = self.rank(inputs, capacity)
         return take_first(inputs.whole, ranking.order, inputs.count, capacity)
@@ -370,19 +372,19 @@ class LayerPruner(Pruner, abc.ABC):
         return "tokens of an image after the last cut between layers"
 
     @abc.abstractmethod
-    def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
+    def cuts(self, config: "ModelConfig", num_tokens: int) -> "tuple[LayerCut, ...]":
         """Returns the cuts; as in `Pruner`, but at least one."""
 
-    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+    def schedule(self, config: "ModelConfig", num_tokens: int) -> "Schedule":
         """Counts all tokens before a single cut, and the budget after it."""
         survivors = Survivors(self.budget.exact_count(num_tokens))
         return Schedule(num_tokens, num_tokens, (survivors,))
 
-    def probe(self) -> Float[Array, "layers e"] | None:
+    def probe(self) -> "Float[Array, 'layers e'] | None":
         """Returns the vectors of the `models.vlm.Cut.probe`; None for a method without a probe."""
         return None
 
-    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+    def scores(self, sequence: Sequence, taps: "dict[str, Array]") -> "Float[Array, 'b s']":
         """Scores all tokens at a cut; `drop` keeps the tokens of each image with the best scores.
 
         The default score is the attention of the prompt's last token, averaged over heads. It needs
@@ -400,11 +402,11 @@ class LayerPruner(Pruner, abc.ABC):
 
     def drop(
         self,
-        cut: LayerCut,
+        cut: "LayerCut",
         sequence: Sequence,
-        taps: dict[str, Array],
-        count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:
+        taps: "dict[str, Array]",
+        count: "Int[Array, 'b j']",
+    ) -> "tuple[Sequence, Bool[Array, 'b s']]":
         """Selects the tokens that remain after a cut, which is a place between two layers.
 
         Args:

@@ -40,6 +40,8 @@ from stepprune_jax.user_input import UserError
 
 CALIBRATE = "stepprune-calibrate"
 
+# Annotations of functions are quoted where `help` would show long names of types. Fields of
+# dataclasses are not quoted: a subclass in another module would need the same imports.
 Weights = dict[str, Any]
 AnyTrained = TypeVar("AnyTrained", bound="TrainedPruner")
 
@@ -142,7 +144,7 @@ class TrainedPruner(Pruner):
         """The dtype of initialized weights: float32, or float64 if `config.dtype` is "float64"."""
         return score_dtype(jnp.dtype(getattr(self.config, "dtype", None) or jnp.float32))
 
-    def init_params(self, key: Array) -> Weights:
+    def init_params(self, key: "Array") -> Weights:
         """Returns randomly initialized weights of `param_dtype`; consumes `key`."""
         return init_params(key, self.specs(), self.param_dtype)
 
@@ -225,7 +227,7 @@ class TrainedPruner(Pruner):
             return self.replace(budget=Budget("adaptive"), stop_bias=self.bias)
         return self
 
-    def check(self, config: ModelConfig, num_tokens: int) -> None:
+    def check(self, config: "ModelConfig", num_tokens: int) -> None:
         """Raises a UserError for missing weights, weights for another model or invalid options."""
         self.check_weights()
         self.check_fits(config)
@@ -254,7 +256,7 @@ class TrainedPruner(Pruner):
             kind, examples = type(self.config).__name__, "; ".join(mismatches[:3])
             raise UserError(f"{self.name}: params do not fit its {kind}: {examples}")
 
-    def check_fits(self, config: ModelConfig) -> None:
+    def check_fits(self, config: "ModelConfig") -> None:
         """Raises a UserError unless the configuration has the widths of a model."""
         # Name of the field, the policy's width, and the part and width of the model.
         widths = [("feature_width", self.config.feature_width, "vision", config.feature_width)]
@@ -349,11 +351,11 @@ class Selector(TrainedPruner, Ranker):
     @abc.abstractmethod
     def loss(
         self,
-        key: Array,
-        inputs: Inputs,
-        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-        progress: Progress,
-    ) -> tuple[Float[Array, ""], Aux]:
+        key: "Array",
+        inputs: "Inputs",
+        lm_loss_fn: "Callable[[Float[Array, 'b n d']], Float[Array, '']]",
+        progress: "Progress",
+    ) -> "tuple[Float[Array, ''], Aux]":
         """Computes the training objective of a batch.
 
         Args:
@@ -367,8 +369,8 @@ class Selector(TrainedPruner, Ranker):
         """
 
     def sample_subsets(
-        self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> SampledSubsets:
+        self, inputs: "Inputs", limits: "Limits", keys: "AnyKey", progress: "Progress"
+    ) -> "SampledSubsets":
         """Samples subsets of tokens, for training with RLOO.
 
         Args:
@@ -385,7 +387,9 @@ class Selector(TrainedPruner, Ranker):
         """
         raise UserError(f"{self.name} samples no subsets of tokens, expected a method that does")
 
-    def warm_start(self, key: Array, inputs: Inputs, importance: Float[Array, "b n"]) -> WarmStart:
+    def warm_start(
+        self, key: "Array", inputs: "Inputs", importance: "Float[Array, 'b n']"
+    ) -> "WarmStart":
         """Computes the loss that trains the method towards the importance of tokens.
 
         Args:
@@ -401,7 +405,7 @@ class Selector(TrainedPruner, Ranker):
         """
         raise UserError(f"{self.name} samples no subsets of tokens, expected a method that does")
 
-    def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> StopPrice:
+    def price_stop(self, inputs: "Inputs", key: "Array", progress: "Progress") -> "StopPrice":
         """Computes the expected price of the tokens that the learned stop keeps, for RLOO.
 
         Args:
@@ -418,8 +422,8 @@ class Selector(TrainedPruner, Ranker):
         raise UserError(f"{self.name} has no learned stop to price")
 
     def open_scores(
-        self, inputs: Inputs, budget: int
-    ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+        self, inputs: "Inputs", budget: int
+    ) -> "tuple[Float[Array, 'b n'], Float[Array, '']]":
         """Returns the scores that the gates of training are computed from, for a diagnosis.
 
         Training gates each token: a token with a larger score gets less noise. By default, the
@@ -451,7 +455,7 @@ class Selector(TrainedPruner, Ranker):
     # Selection.
 
     @abc.abstractmethod
-    def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:
+    def order(self, inputs: "Inputs", steps: int, key: "Array | None" = None) -> "Ranking":
         """Orders tokens. A budget of k keeps the first k tokens of the order.
 
         Args:
@@ -465,7 +469,7 @@ class Selector(TrainedPruner, Ranker):
         """
 
     @implicit_promotion()
-    def choose(self, inputs: Inputs, limits: Limits, key: Array | None = None) -> Picks:
+    def choose(self, inputs: "Inputs", limits: "Limits", key: "Array | None" = None) -> "Picks":
         """Chooses the first `limits.budget` tokens of the order, on the device.
 
         Args:
@@ -484,7 +488,7 @@ class Selector(TrainedPruner, Ranker):
         count = jnp.minimum(jnp.asarray(budget), jnp.sum(inputs.real, axis=1))
         return first_picks(self.order(inputs, n, key).order, count, n)
 
-    def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
+    def as_arrays(self, inputs: "Inputs", limits: "Limits") -> "Limits":
         """Converts a budget to one int32 count per row, so that all counts share one program.
 
         Args:
@@ -524,7 +528,7 @@ class Selector(TrainedPruner, Ranker):
 
     # The contract of pruners.
 
-    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+    def schedule(self, config: "ModelConfig", num_tokens: int) -> "Schedule":
         """Returns the number of tokens that remain of each image, for planning array shapes.
 
         The number is unknown (None) if the learned stop decides; T_max then bounds it.
@@ -532,12 +536,12 @@ class Selector(TrainedPruner, Ranker):
         count, max_tokens = self.budget.count(num_tokens), self.longest(num_tokens)
         return Schedule(None if count is None else min(count, max_tokens), max_tokens)
 
-    def inputs(self, view: PrunerInputs) -> Inputs:
+    def inputs(self, view: "PrunerInputs") -> "Inputs":
         """Converts the inputs of a pruner to inputs of the method; zero vectors are masked."""
         mask = None if view.mask is None else nonzero_tokens(view.tokens, view.valid)
         return Inputs(view.tokens, view.text, mask, view.text_valid, self.stats)
 
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
+    def rank(self, view: "PrunerInputs", steps: int) -> "Ranking":
         """Orders the tokens of a pruner's inputs; zero vectors come last."""
         inputs = self.inputs(view)
         ranking = self.order(inputs, steps, view.keys(self.seed))

@@ -57,7 +57,7 @@ class Remedies(NamedTuple):
 API_REMEDIES = Remedies(
     begin="begin with Policy.warm_start_loss or Policy.train_loss, and ask "
     "Policy.measure_subset_gain whether subsets can teach it now",
-    use_rloo="continue with Policy.rloo_loss",
+    use_rloo="continue with Policy.rloo_loss if Policy.measure_subset_gain agrees",
     read_question="pass Progress(text_gate=1.0) to Policy.train_loss, and check `text` and "
     "`text_mask`",
     use_stats="check that questions reach the policy, and that it has the statistics of its "
@@ -69,7 +69,8 @@ API_REMEDIES = Remedies(
 CONFIG_REMEDIES = Remedies(
     begin='begin with the warm start or the gate, as config.recipe="auto" does where subsets gain '
     "too little",
-    use_rloo='continue with config.recipe="rloo" and config.start=FILE of this policy, or "auto"',
+    use_rloo='config.recipe="auto" measures whether it does; to continue this policy, set '
+    'config.recipe="rloo" and config.start=FILE',
     read_question="leave config.text_gate_anneal at 0, and check config.policy.text_width",
     use_stats="check that config.policy.text_width is not 0 and that config.data.stats_images is "
     "not too small",
@@ -222,7 +223,7 @@ def _find_shortcomings(
     if recipe == "gate" and subsets_suffice(random_gain, gain_error):
         findings.append(
             f"trained through the gate, though random tokens gain {100 * random_gain:.0f} % of "
-            f"what all tokens gain: RLOO can train it; {remedies.use_rloo}"
+            f"what all tokens gain over none: RLOO may do better; {remedies.use_rloo}"
         )
     if entropy < _SATURATED_ENTROPY:
         findings.append(

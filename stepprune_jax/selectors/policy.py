@@ -4,6 +4,8 @@ A `Policy` holds weights, configuration, statistics and stop in one object, so t
 combine parts that do not belong together.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
@@ -146,12 +148,12 @@ class Policy(Selector):
     @jax.transfer_guard("allow")
     def prune(
         self,
-        image: "ImageTokens",
-        text: "TextEmbeddings | None" = None,
+        image: ImageTokens,
+        text: TextEmbeddings | None = None,
         *,
         order: str = "raster",
-        **options: "Unpack[SelectOptions]",
-    ) -> "Pruned":
+        **options: Unpack[SelectOptions],
+    ) -> Pruned:
         """Selects the image tokens that matter for each question; see `stepprune_jax.prune`.
 
         The function reads the number of kept tokens on the host, so it cannot be jitted. `select`
@@ -183,13 +185,13 @@ class Policy(Selector):
 
     def select(
         self,
-        image: "ImageTokens",
-        text: "TextEmbeddings | None" = None,
+        image: ImageTokens,
+        text: TextEmbeddings | None = None,
         *,
         capacity: int,
         order: str = "raster",
-        **options: "Unpack[SelectOptions]",
-    ) -> "Pruned":
+        **options: Unpack[SelectOptions],
+    ) -> Pruned:
         """Selects image tokens with static shapes, for use within a jitted function.
 
         For example::
@@ -224,15 +226,15 @@ class Policy(Selector):
 
     def export(
         self,
-        path: "str | Path",
+        path: str | Path,
         *,
         num_tokens: int,
         num_words: int,
         capacity: int | None = None,
         batch: int | str = "b",
-        platforms: "Sequence[str]" = ("cpu", "cuda", "tpu"),
+        platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
         **options: Any,
-    ) -> "Path":
+    ) -> Path:
         """Exports `select` with the weights to a file, as one StableHLO program of `jax.export`.
 
         The program runs without this package. It maps float32 image tokens [b, n, d], word
@@ -288,12 +290,12 @@ class Policy(Selector):
 
     def train_loss(
         self,
-        key: "Array",
-        image: "ImageTokens",
-        text: "TextEmbeddings | None",
-        lm_loss_fn: "LmLossFn",
-        **options: "Unpack[LossOptions]",
-    ) -> "tuple[Loss, Aux]":
+        key: Array,
+        image: ImageTokens,
+        text: TextEmbeddings | None,
+        lm_loss_fn: LmLossFn,
+        **options: Unpack[LossOptions],
+    ) -> tuple[Loss, Aux]:
         """Computes the training objective through the noise gate; see `stepprune_jax.train_loss`.
 
         The noise gate passes all tokens to the language model, but adds noise to the tokens that
@@ -330,13 +332,13 @@ class Policy(Selector):
 
     def rloo_loss(
         self,
-        key: "Array",
-        image: "ImageTokens",
-        text: "TextEmbeddings | None",
-        answer_loss_fn: "AnswerLossFn",
-        settings: "RlooSettings | None" = None,
-        **masks: "Unpack[Masks]",
-    ) -> "tuple[Loss, Aux]":
+        key: Array,
+        image: ImageTokens,
+        text: TextEmbeddings | None,
+        answer_loss_fn: AnswerLossFn,
+        settings: RlooSettings | None = None,
+        **masks: Unpack[Masks],
+    ) -> tuple[Loss, Aux]:
         """Computes the RLOO objective on sampled subsets; see `selectors.rloo.rloo_loss`.
 
         Only the log-probabilities of the policy are differentiated, so `answer_loss_fn` needs no
@@ -368,12 +370,12 @@ class Policy(Selector):
 
     def warm_start_loss(
         self,
-        key: "Array",
-        image: "ImageTokens",
-        text: "TextEmbeddings | None",
-        importance: "TokenScores",
-        **masks: "Unpack[Masks]",
-    ) -> "tuple[Loss, Aux]":
+        key: Array,
+        image: ImageTokens,
+        text: TextEmbeddings | None,
+        importance: TokenScores,
+        **masks: Unpack[Masks],
+    ) -> tuple[Loss, Aux]:
         """Computes the loss of the warm start; see `stepprune_jax.warm_start_loss`.
 
         Train with this loss before `rloo_loss`. The policy then learns where the frozen model
@@ -402,13 +404,13 @@ class Policy(Selector):
 
     def measure_subset_gain(
         self,
-        key: "Array",
-        image: "ImageTokens",
-        text: "TextEmbeddings | None",
-        answer_loss_fn: "AnswerLossFn",
-        settings: "RlooSettings | None" = None,
-        **masks: "Unpack[Masks]",
-    ) -> "SubsetGain":
+        key: Array,
+        image: ImageTokens,
+        text: TextEmbeddings | None,
+        answer_loss_fn: AnswerLossFn,
+        settings: RlooSettings | None = None,
+        **masks: Unpack[Masks],
+    ) -> SubsetGain:
         """Measures whether this policy can be trained with RLOO, or needs the noise gate first.
 
         RLOO learns only if sampled subsets of tokens improve the answers. Pass a few hundred
@@ -439,15 +441,15 @@ class Policy(Selector):
 
     def diagnose(
         self,
-        loss_fn: "LossFn",
-        image: "ImageTokens",
-        text: "TextEmbeddings | None",
-        budgets: "Sequence[int]",
+        loss_fn: LossFn,
+        image: ImageTokens,
+        text: TextEmbeddings | None,
+        budgets: Sequence[int],
         *,
-        key: "Array | None" = None,
+        key: Array | None = None,
         recipe: str = "",
-        **masks: "Unpack[Masks]",
-    ) -> "list[Diagnosis]":
+        **masks: Unpack[Masks],
+    ) -> list[Diagnosis]:
         """Diagnoses learning: compares the loss with the kept tokens to four baselines.
 
         A falling training loss is no proof of learning: it also falls if the policy only learns
@@ -501,8 +503,8 @@ class Policy(Selector):
     @jax.transfer_guard("allow")
     def calibrate(
         self: AnyPolicy,
-        batches: "Iterable[Batch]",
-        decoder: "DecoderFns | None" = None,
+        batches: Iterable[Batch],
+        decoder: DecoderFns | None = None,
     ) -> AnyPolicy:
         """Measures how many tokens the policy keeps on average at each stop bias.
 

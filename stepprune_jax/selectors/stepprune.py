@@ -1,5 +1,7 @@
 """StepPrune as a pruner: a pointer decoder chooses tokens one by one, with a learned stop."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -173,7 +175,7 @@ class StepPrune(Policy):
         """Returns T_max for an image of `num_tokens` tokens."""
         return self.config.steps(num_tokens)
 
-    def prepare(self) -> "StepPrune":
+    def prepare(self) -> StepPrune:
         """Returns a copy for many calls, with weights cast to the compute dtype."""
         params = policy.cast_weights(self.params, self.config.dtype)
         return super().prepare().replace(params=params)

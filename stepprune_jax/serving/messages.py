@@ -24,6 +24,7 @@ from stepprune_jax.inference.request import ImageLike, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
+from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import TrainedPruner
@@ -91,6 +92,21 @@ def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> 
     options = RunOptions(defaults.max_tokens, defaults.positions, execution=defaults.execution)
     pruner = _build_pruner(defaults.pruner, defaults.budget, defaults.policy)
     _check_settings(config, pruner, Sampling(), options, engine=engine)
+
+
+def budget_ladder(config: ModelConfig, defaults: Defaults) -> tuple[str, ...]:
+    """Lists a budget for each padded number of tokens that requests can select.
+
+    Args:
+        config: configuration of the model.
+        defaults: the default settings; the pruner limits the budgets.
+
+    Raises:
+        UserError: the pruner keeps no fixed number of tokens.
+    """
+    pruner = _build_pruner(defaults.pruner, 1, defaults.policy)
+    largest_budget = pruner.schedule(config, config.max_image_tokens).most
+    return tuple(str(size) for size in bucket_ladder(largest_budget))
 
 
 def _build_pruner(

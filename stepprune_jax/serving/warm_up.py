@@ -133,6 +133,11 @@ def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent
             ) from error
     num_programs, seconds = num_compiled() - num_compiled_before, time.perf_counter() - start_time
     _logger.info("warm-up: %d programs in %.0f s", num_programs, seconds)
+    if not extent.budgets:
+        _logger.info(
+            "warm-up: a request with another budget waits for the compiler; --warm_up_budgets "
+            "covers budgets"
+        )
     if num_evicted() > num_evicted_before:
         _logger.warning(
             "warm-up: this process cannot keep all programs on CPUs, so requests compile the first "

@@ -168,9 +168,15 @@ def _summarize_retention(table: BenchmarkTable) -> str:
             ends += "" if interval is None else f"{interval.high:.1f} %"
             return (
                 f"With {mean_kept:.1f} of {table.num_tokens:,} visual tokens on average, "
-                f"{row.method} has {retention:.1f} % of the score with all tokens{ends}."
+                f"{_name_in_sentence(row)} has {retention:.1f} % of the score with {ALL}{ends}."
             )
     return _explain_unknown_retention(table)
+
+
+def _name_in_sentence(row: MethodScores) -> str:
+    """Returns the name of a row's method, such as "StepPrune with its learned stop"."""
+    method = without_learned_stop(row.method)
+    return method if method == row.method else f"{method} with its learned stop"
 
 
 def _best_rows(table: BenchmarkTable) -> list[MethodScores]:
@@ -196,7 +202,8 @@ def _explain_unknown_retention(table: BenchmarkTable) -> str:
     if all(headline is None for headline in headlines):
         return f"No retention: the row of {ALL} has no score yet; the notes below say why."
     if 0 in headlines:
-        return f"No retention: with {ALL}, the model answers no question of a benchmark correctly."
+        place = "" if len(headlines) == 1 else " of a benchmark"
+        return f"No retention: with {ALL}, the model answers no question{place} correctly."
     if len(table.rows) == 1:
         return f"The only row is the row of {ALL}."
     return f"No retention: no pruned row has scores on the same questions as the row of {ALL}."

@@ -23,6 +23,16 @@ def test_the_error_names_a_bad_setting(fields):
         small_run("model", "data", **fields)
 
 
+def test_the_error_names_an_unknown_method_and_a_similar_one():
+    rows = {"mine": "x"}
+    with pytest.raises(ValueError, match=r"^config.eval.methods is 'gird', expected") as error:
+        small_run("model", "data", methods="all,gird", rows=rows)
+    assert str(error.value).endswith(
+        "visionselector, glimpseprune, stepprune, mine, or a class of yours as FILE.py:CLASS. "
+        "Did you mean grid?"
+    )
+
+
 def test_options_of_a_trained_method_apply_to_its_rows():
     config = inspect_folder("shapes").config
     policies = {"scorer": load_policy(ROOT / "experiments/policies/autoselect.safetensors")}

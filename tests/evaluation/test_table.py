@@ -89,6 +89,19 @@ def test_the_image_gain_is_the_share_of_the_gain_over_the_blind_model():
     assert {row["image_gain"] for row in as_objects(table)} == {None}
 
 
+def test_notes_name_benchmarks_on_which_any_pruning_is_as_good():
+    blind = [score("mme", "no image", 100.0, 862.04), score("pope", "no image", 100.0, 85.94)]
+    page = as_markdown(merge_scores({"run": [*ALL_TOKENS, *blind, *STEPPRUNE]}))
+    assert "POPE: the image gains nothing" in page and "MME: the image" not in page
+    # An unfinished row is no reason, because it covers other questions.
+    unfinished = blind[1] | {"answered": 5, "scored": 5}
+    page = as_markdown(merge_scores({"run": [*ALL_TOKENS, blind[0], unfinished, *STEPPRUNE]}))
+    assert "gains nothing" not in page
+    unsolved = score("pope", "all tokens", 0.0, 0.0)
+    page = as_markdown(merge_scores({"run": [unsolved, blind[1], STEPPRUNE[1]]}))
+    assert "POPE: with all tokens no answer is right" in page and "gains nothing" not in page
+
+
 def test_one_benchmark_has_a_column_of_the_image_gain_if_the_blind_row_exists():
     blind = score("pope", "no image", 100.0, 50.0)
     rows = as_objects(merge_scores({"run": [ALL_TOKENS[1], blind, STEPPRUNE[1]]}))
@@ -190,6 +203,22 @@ def test_means_cover_the_answers_that_have_a_figure(tmp_path, benchmark, lines, 
     assert 'a.jsonl: line 2: "text"' in result["problem"] and result["answered"] == 0
 
 
+def test_operations_are_rounded_in_tables_only(tmp_path):
+    provenance = Provenance("pope", "q", 9, "StepPrune", "exact", 4, 9, None, "model")
+    file = AnswerFile(tmp_path / "a.jsonl", provenance)
+    answer = {"prompt": "?", "text": "yes", "kept": 4}
+    gflops = (0.123456, 0.123464)
+    lines = [answer | {"question_id": n, "gflops": count} for n, count in enumerate(gflops)]
+    write_lines(file.path, lines)
+    result = score_file(file, tmp_path, 0)
+    assert result["gflops"] == pytest.approx(0.12346, abs=1e-9)
+    one_benchmark = merge_scores({"run": [result]})
+    assert as_objects(one_benchmark)[0]["gflops"] == 0.1235
+    two_benchmarks = merge_scores({"run": [result, STEPPRUNE[0] | {"budget": 4, "num_tokens": 9}]})
+    assert as_objects(two_benchmarks)[0]["pope_gflops"] == 0.1235
+    assert "0.1235" in cells(two_benchmarks, "GFLOPs to the first token")[0]
+
+
 def test_scores_on_hard_questions_have_a_section_if_they_exist():
     fields = {"hard": 66.67, "hard_questions": 1234}
     table = merge_scores({"run": [*ALL_TOKENS, STEPPRUNE[0] | fields, STEPPRUNE[1]]})
@@ -214,9 +243,13 @@ def test_rows_that_differ_only_in_their_seed_are_averaged(tmp_path, capsys):
         f"run{seed}": [
             reference,
             grid,
-            score("pope", "StepPrune", 88.9, headline, seed=seed, gflops=0.2495),
+            score("pope", "StepPrune", 88.9, headline, seed=seed, gflops=gflops),
         ]
-        for seed, headline in ((0, 70.0), (1, 72.0), (5, 74.0))
+        for seed, headline, gflops in (
+            (0, 70.0, 0.25036),
+            (1, 72.0, 0.25036),
+            (5, 74.0, 0.25027),
+        )
     }
     folders = write_runs(tmp_path, runs)
     command.main([*folders, "--mean", "--out", str(tmp_path)])
@@ -231,7 +264,8 @@ def test_rows_that_differ_only_in_their_seed_are_averaged(tmp_path, capsys):
     ]
     assert (values["score"], values["score_sd"], values["retention_sd"]) == (72.0, 2.0, 2.5)
     assert values["seed"] == "0, 1, 5"
-    assert values["gflops"] == 0.2495  # not 0.24949999999999997
+    # The mean of the three runs, rounded once. Rounded runs would have a mean of 0.2504.
+    assert values["gflops"] == 0.2503
     command.main(folders)
     assert "StepPrune (" in capsys.readouterr().out  # without --mean, each run is a row
 

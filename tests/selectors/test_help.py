@@ -23,3 +23,22 @@ def test_help_begins_with_the_way_from_random_weights_to_a_file(policy_type):
 def test_signatures_in_help_are_short(name):
     signature = str(inspect.signature(getattr(sp.StepPrune, name)))
     assert len(signature) < 290 and "jaxlib" not in signature and "Union" not in signature
+
+
+FUNCTIONS = [name for name in sp.__all__ if inspect.isroutine(getattr(sp, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_of_functions_have_short_names_of_types(name):
+    signature = str(inspect.signature(getattr(sp, name)))
+    assert not re.search("jaxlib|Union| at 0x", signature)
+
+
+@pytest.mark.parametrize("policy_type", [sp.StepPrune, sp.Policy])
+def test_the_whole_page_of_a_policy_has_short_names_of_types(policy_type):
+    page = pydoc.plain(pydoc.render_doc(policy_type))
+    assert not re.search("jaxlib|jaxtyping|Union", page)
+
+
+def test_the_page_names_the_functions_of_a_decoder():
+    assert repr(sp.POINTER).startswith("DecoderFns(pointer_init, pointer_step, ")

@@ -25,6 +25,7 @@ from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import LocalBackend
 from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.serving.warm_up import Extent, warm_up
+from stepprune_jax.user_input import UserError
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -202,3 +203,14 @@ def test_the_server_warms_up_before_it_listens(llava_folder, monkeypatch):
         ValueError, match="--warm_up_budgets: grid: budget is 400, expected at most"
     ):
         serve.prepare([*flags, *budget_flags, "400"])
+
+
+def test_the_warm_up_covers_only_budgets_that_the_policy_allows(monkeypatch):
+    """The policy of the shapes keeps at most half of the 144 tokens."""
+    extents = []
+    monkeypatch.setattr(serve, "warm_up", lambda *arguments: extents.append(arguments[2]))
+    flags = "--model shapes --policy shapes --dtype float32 --port 8083 --no_compile_cache"
+    serve.prepare([*flags.split(), "--warm_up", "--warm_up_budgets"])
+    assert extents[0].budgets == ("16", "24", "32", "48", "64", "72")
+    with pytest.raises(UserError, match="--warm_up_budgets: "):
+        serve.prepare([*flags.split(), "--pruner", "all", "--warm_up", "--warm_up_budgets"])

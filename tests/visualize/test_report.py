@@ -82,7 +82,9 @@ def test_the_page_is_one_file_with_escaped_names(tmp_path, answered):
 def test_the_page_begins_with_retention_and_examples(tmp_path, answered):
     text = page(tmp_path, [answered])
     body = text[text.index("<body>") :]
-    summary = "With 3.0 of 9 visual tokens on average, StepPrune, own stop has 62.5 % of the score"
+    summary = (
+        "With 3.0 of 9 visual tokens on average, StepPrune with its learned stop has 62.5 % of"
+    )
     figures = ("Kept tokens of StepPrune", "Retention: score in %", "<table>", "K of StepPrune")
     parts = (summary, *figures)
     places = [body.index(part) for part in parts]
@@ -109,7 +111,10 @@ def test_title_and_first_sentence_come_from_the_rows(tmp_path):
     assert "<h1>5 pruning methods on a data folder</h1>" in text and "StepPrune" not in text
     # Without a policy, the sentence is about the best row with the smallest budget.
     assert "With 2.0 of 9 visual tokens on average, m5 has 62.5 % of the score" in text
-    assert "with all tokens, the model answers no question" in written(
+    assert "With 3.0 of 9 visual tokens on average, StepPrune with its learned stop has 37.5 %" in (
+        written([SCORES[0], score("StepPrune, own stop", None, 30.0, "adaptive", mean_k=3.0)])
+    )
+    assert "No retention: with all tokens, the model answers no question correctly." in written(
         [SCORES[0] | {"headline": 0.0}, *others]
     )
     assert "has no score yet" in written([SCORES[0] | {"headline": None}, *others])
