@@ -260,10 +260,16 @@ class Study:
 
                 self.report(f"{title} filled cells", keep_best)
 
-    def report_policy(self, title: str, params: Any) -> None:
-        """Prints the accuracy with the tokens that the policy keeps, by budget and by its stop."""
+    def report_policy(self, title: str, params: Any, group: int) -> None:
+        """Prints the accuracy with the tokens that the policy keeps, by budget and by its stop.
+
+        Args:
+            title: name of the policy.
+            params: weights of the policy.
+            group: number of tokens that the policy takes per step.
+        """
         for budget in (*BUDGETS, "adaptive"):
-            policy = self.policy.replace(params=params).with_budget(budget)
+            policy = self.policy.replace(params=params, group=group).with_budget(budget)
 
             def keep(batch, policy=policy):
                 image, text = self.image(self.reader, batch), embed_words(self.reader, batch.words)
@@ -271,7 +277,7 @@ class Study:
                 tokens = self.language_tokens(self.reader, pruned.tokens)
                 return tokens, pruned.valid, pruned.count
 
-            self.report(f"{title}, {budget}", keep)
+            self.report(f"{title}, {group} a step, {budget}", keep)
 
 
 def phases(recipe: str, num_updates: int, warm_share: float) -> list[tuple[str, int]]:
@@ -301,7 +307,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=700)
     parser.add_argument("--share", type=float, default=0.4, help="of the warm start")
     parser.add_argument("--samples", type=int, default=8, help="subsets per question, by RLOO")
-    parser.add_argument("--group", type=int, default=1, help="tokens per step")
+    parser.add_argument("--group", type=int, default=1, help="tokens per step, in training")
+    parser.add_argument(
+        "--answer_groups", type=int, nargs="+", default=[1], help="tokens per step, in reports"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -323,7 +332,8 @@ def main() -> None:
     params = study.policy.params
     for objective, num_updates in phases(recipe, arguments.updates, arguments.share):
         params = study.train(params, objective, num_updates)
-        study.report_policy(objective, params)
+        for group in arguments.answer_groups:
+            study.report_policy(objective, params, group)
 
 
 if __name__ == "__main__":

@@ -94,5 +94,5 @@ def test_the_study_trains_a_reader_and_a_policy(tmp_path, monkeypatch, capsys):
     # The trial of one update cannot help; the recipe follows from what random subsets gain.
     assert "auto: rloo; " in output or "auto: gate_rloo; " in output
     assert "warm_start 0: " in output and "rloo 0: " in output
-    assert "rloo, 2, place: " in output and "rloo, adaptive, place: " in output
+    assert "rloo, 1 a step, 2, place: " in output and "rloo, 1 a step, adaptive, place: " in output
     assert len([*tmp_path.glob("reader-4-place.npz")]) == 1
