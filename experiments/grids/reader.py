@@ -20,6 +20,7 @@ from experiments.grids.world import (
     Questions,
     sample_questions,
 )
+from stepprune_jax.user_input import UserError
 
 MODEL_WIDTH, NUM_HEADS, NUM_LAYERS = 64, 4, 3
 Weights = dict[str, Any]
@@ -181,7 +182,15 @@ def save_reader(reader: Weights, path: Path) -> None:
 
 
 def load_reader(path: Path, grid: Grid) -> Weights:
-    """Reads the weights that `save_reader` wrote."""
-    structure = jax.tree.structure(init_reader(jax.random.key(0), grid))
+    """Reads the weights that `save_reader` wrote.
+
+    Raises:
+        UserError: the weights belong to another grid, or to other kinds of questions.
+    """
+    expected = jax.eval_shape(lambda: init_reader(jax.random.key(0), grid))
     with np.load(path) as arrays:
-        return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in arrays.files])
+        leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
+    shapes = [leaf.shape for leaf in leaves]
+    if shapes != [leaf.shape for leaf in jax.tree.leaves(expected)]:
+        raise UserError(f"{path} has another vocabulary or width: delete it to train a new reader")
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)

@@ -10,6 +10,7 @@ from experiments.grids import __main__ as study
 from experiments.grids import reader as readers
 from experiments.grids import world
 from experiments.grids.world import KINDS, NUM_ANSWERS, Grid, sample_questions
+from stepprune_jax.user_input import UserError
 
 # Number of cells that decide the answer, by kind of question.
 NUM_NEEDED = {"place": {1}, "compare": {2}, "rare": {1}, "count": {*range(6)}, "neighbor": {2}}
@@ -66,6 +67,14 @@ def test_most_symbols_of_the_named_row_have_the_color_of_the_answer():
         world._vectors(1, 8)
     ).T
     assert (colors[scores.argmax(axis=1)] == batch.answer).mean() > 0.9
+
+
+def test_a_reader_of_another_grid_is_refused(tmp_path):
+    path = tmp_path / "reader.npz"
+    readers.save_reader(readers.init_reader(jax.random.key(0), Grid(4)), path)
+    assert readers.load_reader(path, Grid(4))["words"].shape == (Grid(4).num_word_types, 64)
+    with pytest.raises(UserError, match=r"reader\.npz has another vocabulary"):
+        readers.load_reader(path, Grid(5))
 
 
 @pytest.mark.parametrize(
