@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from stepprune_jax.cli.command_line import escape_output, one_line_errors, program, signal_status
 from stepprune_jax.cli.compile_notice import announcing_compiles
+from stepprune_jax.extras import MissingPackageError, explain
 
 # Seconds that the main thread has for its reaction to Ctrl-C. Python reacts between two of its
 # instructions, so a call of a compiler may delay the reaction by minutes.
@@ -42,7 +43,10 @@ def start(name: str) -> None:
         signal.signal(signal.SIGINT, lambda *_: _end(script))
     with one_line_errors(script):
         flags.parse()
-        command = import_module(f"stepprune_jax.cli.{name}").command
+        try:
+            command = import_module(f"stepprune_jax.cli.{name}").command
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(explain(error, name)) from error
     with announcing_compiles():
         if not is_interruptible:  # A shell's background job ignores Ctrl-C.
             command()
