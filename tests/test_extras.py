@@ -109,7 +109,7 @@ def test_a_start_names_the_extra_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(start.signal, "getsignal", lambda number: None)  # keeps pytest's handlers
     monkeypatch.setattr(sys, "argv", ["stepprune-train", "--config=shapes"])
     with pytest.raises(SystemExit):
-        start.start("train")
+        start.start("train", is_interruptible=False)
     error = 'stepprune-train: error: PIL is not installed: pip install ".[train]"\n'
     assert capsys.readouterr().err == error
 
