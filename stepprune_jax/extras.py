@@ -31,6 +31,10 @@ _EXTRA = {
     "flatbuffers": "export",
 }
 
+# Extras of commands that need more than one extra's packages, by module of `cli`. A command without
+# an entry needs the extra of the package that is missing.
+_COMMAND_EXTRA = {"train": "train", "evaluate": "eval", "serve": "serve", "demo": "demo"}
+
 # Exit status of a program that Ctrl-C has ended: 128 and the number of SIGINT.
 _INTERRUPTED = 130
 
@@ -82,8 +86,13 @@ def install_command(extra: str) -> str:
     return f'pip install "{source}[{extra}]"'
 
 
-def explain(error: ModuleNotFoundError) -> str:
+def explain(error: ModuleNotFoundError, command: str | None = None) -> str:
     """Returns the command that installs the missing package of an import error.
+
+    Args:
+        error: the import error.
+        command: module of `cli` that was imported. The message then names the extra with all
+            packages of this command, so that the next start finds no other package missing.
 
     Raises:
         ModuleNotFoundError: `error` itself, if the missing module is not an optional package.
@@ -91,7 +100,8 @@ def explain(error: ModuleNotFoundError) -> str:
     package = str(error.name).partition(".")[0]
     if package not in _EXTRA:
         raise error
-    return f"{package} is not installed: {install_command(_EXTRA[package])}"
+    extra = _COMMAND_EXTRA.get(command or "", _EXTRA[package])
+    return f"{package} is not installed: {install_command(extra)}"
 
 
 def need(package: str, reason: str) -> None:

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from pages import PAGES, shown
 
 from stepprune_jax import configurations, extras
-from stepprune_jax.cli import convert, evaluate, generate
+from stepprune_jax.cli import convert, evaluate, generate, start
 from stepprune_jax.training import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +68,50 @@ def test_every_import_is_a_requirement():
 def test_messages_name_the_extra_that_lists_the_package(package):
     requirements = PROJECT["optional-dependencies"][extras._EXTRA[package]]
     assert DISTRIBUTIONS.get(package, package) in distributions(requirements)
+
+
+def installed_by(extra):
+    """Returns the distributions that an extra lists, with those of the extras that it includes."""
+    names = set()
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        for included in requirement.extras if requirement.name == "stepprune-jax" else ():
+            names |= installed_by(included)
+        names.add(requirement.name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("command", "packages"),
+    [
+        ("train", {"pillow", "tqdm", "optax", "orbax-checkpoint"}),
+        ("evaluate", {"pillow", "tqdm", "matplotlib", "openpyxl"}),
+        ("serve", {"pillow", "tqdm", "uvicorn"}),
+        ("demo", {"pillow", "tqdm", "matplotlib", "gradio"}),
+    ],
+)
+def test_a_command_names_the_extra_with_all_its_packages(command, packages):
+    """With jax alone, the first package that is missing belongs to the extra "vlm"."""
+    error = ModuleNotFoundError("no PIL", name="PIL")
+    extra = re.search(r'\[(.*)\]"$', extras.explain(error, command)).group(1)
+    assert packages <= installed_by(extra)
+    assert extras.explain(error) == extras.explain(error, "generate")
+    assert extras.explain(error).endswith('[vlm]"')
+
+
+def test_a_start_names_the_extra_of_the_command(monkeypatch, capsys):
+    def import_without_pillow(name):
+        if name == "stepprune_jax.cli.train":
+            raise ModuleNotFoundError("no PIL", name="PIL")
+        return importlib.import_module(name)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(start, "import_module", import_without_pillow)
+    monkeypatch.setattr(start.signal, "getsignal", lambda number: None)  # keeps pytest's handlers
+    monkeypatch.setattr(sys, "argv", ["stepprune-train", "--config=shapes"])
+    with pytest.raises(SystemExit):
+        start.start("train", is_interruptible=False)
+    error = 'stepprune-train: error: PIL is not installed: pip install ".[train]"\n'
+    assert capsys.readouterr().err == error
 
 
 @pytest.mark.parametrize("script", PROJECT["scripts"])

@@ -7,10 +7,23 @@ policy, which has the name of its model.
 from collections.abc import Iterable
 from pathlib import Path
 
+from stepprune_jax.data.json_files import JsonObject, read_json_object
+
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 SHAPES_MODEL, SHAPES_QWEN = ASSETS / "shapes_llava", ASSETS / "shapes_qwen"
 MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
 POLICIES = ASSETS / "policies"
+# Published models whose configuration is in `assets/configs`, by hub id.
+PUBLISHED_CONFIGS = {
+    "llava-hf/llava-1.5-7b-hf": "llava-7b",
+    "llava-hf/llava-1.5-13b-hf": "llava-13b",
+    "llava-hf/llava-v1.6-vicuna-7b-hf": "llava-next-7b",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
+    "Qwen/Qwen3-VL-2B-Instruct": "qwen3-vl-2b",
+    "Qwen/Qwen3-VL-4B-Instruct": "qwen3-vl-4b",
+    "Qwen/Qwen3-VL-8B-Instruct": "qwen3-vl-8b",
+}
 _SUFFIX = ".safetensors"
 
 
@@ -22,6 +35,11 @@ def policy_names() -> list[str]:
 def find_shipped_model(name: str | Path) -> Path | None:
     """Returns the folder of a shipped model, or None if no model has this name."""
     return MODELS.get(str(name))
+
+
+def read_shipped_config(name: str) -> JsonObject:
+    """Reads the `config.json` of a model whose weights are not shipped, such as "llava-7b"."""
+    return read_json_object(ASSETS / "configs" / f"{name}.json")
 
 
 def find_shipped_policy(name: str | Path) -> Path | None:

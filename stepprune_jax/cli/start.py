@@ -11,7 +11,7 @@ from types import FrameType
 
 from stepprune_jax.cli.command_line import escape_output, one_line_errors, program
 from stepprune_jax.cli.compile_notice import announcing_compiles
-from stepprune_jax.extras import end_interrupted
+from stepprune_jax.extras import MissingPackageError, end_interrupted, explain
 
 # Seconds that the main thread has for its reaction to Ctrl-C. Python reacts between two of its
 # instructions, so a call of a compiler may delay the reaction by minutes.
@@ -38,7 +38,10 @@ def start(name: str, *, is_interruptible: bool) -> None:
     script = program(flags.NAME)
     with one_line_errors(script):
         flags.parse()
-        command = import_module(f"stepprune_jax.cli.{name}").command
+        try:
+            command = import_module(f"stepprune_jax.cli.{name}").command
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(explain(error, name)) from error
     with announcing_compiles():
         if not is_interruptible:
             command()

@@ -7,7 +7,7 @@ its tower; the ratio of LLaVA-7B is 20. "qwen-mid" is "mid" with grouped key hea
 
 import pathlib
 
-from stepprune_jax.checkpoints.shipped import ASSETS
+from stepprune_jax.checkpoints.shipped import read_shipped_config
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.families import find_family
@@ -16,7 +16,7 @@ from stepprune_jax.user_input import UserError, naming
 
 def _read_configs(*names: str) -> dict[str, JsonObject]:
     """Reads the config.json files that are shipped for the named models."""
-    return {name: read_json_object(ASSETS / "configs" / f"{name}.json") for name in names}
+    return {name: read_shipped_config(name) for name in names}
 
 
 MODELS = _read_configs("llava-7b", "llava-13b", "mid")

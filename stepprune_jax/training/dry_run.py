@@ -15,11 +15,16 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.checkpoints.model_settings import ModelSettings
+from stepprune_jax.checkpoints.shipped import PUBLISHED_CONFIGS, read_shipped_config
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.families import find_family
 from stepprune_jax.models.sequence import Clips
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.aot_targets import Target, make_target, missing, read_name
@@ -292,8 +297,9 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
 
     Needs neither weights nor accelerators: only the model's configuration, tokenizer and image
     processor are read. Writes only the token counts, which the run then reuses. If the training
-    file or the folder of its images is absent, all rows are assumed to have
-    `config.accelerator.ids` ids, and a line of the log says so.
+    file, the folder of its images or the tokenizer is absent, all rows are assumed to have
+    `config.accelerator.ids` ids, and a line of the log says so. If a published model cannot be
+    fetched from the hub, the package's copy of its configuration is used.
 
     Args:
         run: settings of the run.
@@ -313,8 +319,9 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     mesh = make_mesh(run, devices)
     if compiler and mesh is None:  # a mesh determines the device
         mesh = build_mesh("single", devices)
-    source, phases = run.model.inspect(), run.make_recipe().phases(run.steps)
-    configs = make_step_configs(run, source.backbone, mesh, phases)
+    backbone, source = _find_model(run.model)
+    phases = run.make_recipe().phases(run.steps)
+    configs = make_step_configs(run, backbone, mesh, phases)
     widths = _find_widths(run, workdir, source, configs[0])
     dtype = jnp.dtype(run.model.dtype)
     with memory_advice(run, devices):
@@ -328,19 +335,51 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     return largest_cost._replace(flops=flops / run.steps)
 
 
+def _find_model(settings: ModelSettings) -> tuple[Backbone, ModelFolder | None]:
+    """Reads the configuration of the frozen model, if need be the package's copy of it.
+
+    Args:
+        settings: names the model.
+
+    Returns:
+        The backbone, and the model's folder. The folder is None if a published model could not be
+        fetched from the hub.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the package has no copy of the model's
+            configuration.
+    """
+    try:
+        source = settings.inspect()
+    except FileNotFoundError:
+        name = PUBLISHED_CONFIGS.get(settings.folder.removeprefix(hub.PREFIX))
+        if name is None or settings.vision_folder:
+            raise
+        _LOG.info(
+            "model       no access to the hub: planning with the package's configuration of %s",
+            name,
+        )
+        config = read_shipped_config(name)
+        backbone = find_family(config, name).read(config, None)
+        return backbone.bound_images(None, **settings.image_bounds), None
+    return source.backbone, source
+
+
 def _find_widths(
-    run: Run, workdir: str | Path, source: ModelFolder, config: StepConfig
+    run: Run, workdir: str | Path, source: ModelFolder | None, config: StepConfig
 ) -> BatchWidths:
-    """Returns the widths of a run's batches; assumed widths if there is no training file.
+    """Returns the widths of a run's batches; assumed widths if files are missing.
 
     Args:
         run: settings of the run.
         workdir: folder of the run.
-        source: folder of the frozen model.
+        source: folder of the frozen model; None if there is none, and hence no tokenizer.
         config: static part of the updates.
     """
     try:
         data = training_source(run.data, local_path(workdir).resolve())
+        if source is None:
+            raise FileNotFoundError(f"no tokenizer of {run.model.folder}")
     except FileNotFoundError as error:
         _LOG.info(
             "data        %s: assuming %d ids of every row, and for memory the longest that "

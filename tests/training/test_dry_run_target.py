@@ -2,14 +2,23 @@
 
 import jax
 import pytest
-from tiny_run import make_run
+from tiny_run import ROOT, make_run
 
+from stepprune_jax import configurations
+from stepprune_jax.checkpoints import hub
+from stepprune_jax.checkpoints.shipped import PUBLISHED_CONFIGS, read_shipped_config
+from stepprune_jax.models.families import find_family
 from stepprune_jax.parallel import aot_targets
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.training import dry_run as dry_run_module
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.dry_run import RunCost, dry_run
 from stepprune_jax.user_input import UserError
+
+# Configurations of published models.
+PUBLISHED = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.py") if path.stem.startswith(("llava", "qwen"))
+)
 
 
 def make_quick_run(world, **changes):
@@ -86,3 +95,40 @@ def test_a_bad_target_is_refused_before_anything_is_read(world, tmp_path):
         dry_run(run, tmp_path, "h20")
     with pytest.raises(ValueError, match="target 'h20' is unknown"):
         dry_run_module.use_virtual_devices(run, "h20")
+
+
+def refuse_download(source, patterns):
+    raise FileNotFoundError(f"fetching {source} failed")
+
+
+def test_a_published_model_is_planned_without_a_network(world, tmp_path, capsys, monkeypatch):
+    """Even with data, rows have the assumed length, because the tokenizer is not at hand."""
+    configs, widths = [], []
+
+    def measure_cost(width, config, *arguments):
+        configs.append(config)
+        widths.append(width)
+        return RunCost(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
+
+    monkeypatch.setattr(dry_run_module, "measure_cost", measure_cost)
+    monkeypatch.setattr(hub, "download", refuse_download)
+    changes = {"model.folder": "llava-hf/llava-1.5-7b-hf", "data.length_multiple": 8}
+    dry_run(make_quick_run(world, **changes | {"accelerator.ids": 11}), tmp_path, "a6000:2")
+    model = configs[0].backbone.config
+    assert (model.max_image_tokens, model.token_width, model.text.num_layers) == (576, 1024, 32)
+    assert [*widths[0].counts] == [Bucket(16, 16, 11)]
+    output = capsys.readouterr().out
+    assert "no access to the hub: planning with the package's configuration of" in output
+    assert "no tokenizer of llava-hf/llava-1.5-7b-hf: assuming 11 ids of every row" in output
+    run = make_quick_run(world, **changes | {"model.folder": "llava-hf/other"})
+    with pytest.raises(FileNotFoundError, match="fetching llava-hf/other failed"):
+        dry_run(run, tmp_path, "a6000:2")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_configuration_has_a_copy_of_its_model(name):
+    hub_id = configurations.load(name).model.folder
+    config = read_shipped_config(PUBLISHED_CONFIGS[hub_id])
+    family = find_family(config, hub_id).name
+    expected = {"1.5": "llava", "v1.6": "llava_next", "Qwen2.5": "qwen2_5_vl", "Qwen3": "qwen3_vl"}
+    assert family == next(expected[key] for key in expected if key in hub_id)
