@@ -74,6 +74,9 @@ def get_config(argument: str = "") -> training.Run:
         policy=policy(
             max_steps=288,  # T_max, Sec. 4.1
             dtype="float32",
+            # Sec. 3.2: one. Four need fewer kernels (docs/devices.md), and cost the small world no
+            # accuracy at the eighth part of its tokens or less (experiments/RESULTS.md).
+            group=1 if names else 4,
             **shape,
             **(ABLATIONS[ablations[0]] if ablations else {}),
         ),

@@ -17,7 +17,7 @@ NUM_WORDS = 4  # words per question, including padding
 # Fraction of the cells that have a symbol, and the standard deviation of the noise of a token,
 # relative to the symbol.
 FILLED, NOISE = 0.4, 0.5
-KINDS = ("place", "compare", "rare", "count", "neighbor", "majority")
+KINDS = ("place", "compare", "rare", "count", "higher", "majority")
 # Cells of the named row that have the color of most of its symbols, and other symbols of that row.
 MAJORITY, MINORITY = 4, 2
 
@@ -92,8 +92,8 @@ def sample_questions(key: Array, grid: Grid, num_rows: int, kinds: tuple[str, ..
             "compare" names two cells and asks for the shape with the larger number.
             "rare" names a shape that one cell has, and asks for the color of that cell.
             "count" names a shape and asks how many cells have it, at most `MAX_COUNT`.
-            "neighbor" names a shape that one cell has, and asks for the shape of the next cell in
-            the row.
+            "higher" names two shapes, each of which one cell has, and asks which of them is in the
+            higher row.
             "majority" names a row and asks for the color of most of its symbols: `MAJORITY` of
             them have that color, and `MINORITY` have other colors.
     """
@@ -129,11 +129,13 @@ def _sample_symbols(key: Array, grid: Grid, kind: Array) -> tuple[Array, ...]:
     color = jax.random.randint(color_key, (n,), 0, NUM_COLORS)
     filled = jax.random.uniform(fill_key, (n,)) < FILLED
     first, second = order[0], order[1]
-    # The neighbor of a named cell must exist: the named cell is not in the last column.
-    left = first - (first % side == side - 1)
+    # Distance from the named shape to a second one, and a cell in another row, for "higher".
+    gap = 1 + any_shape[first] % (NUM_SHAPES - 1)
+    row_shift = 1 + second // side % (side - 1)
+    third = (first // side + row_shift) % side * side + second % side
     count = jax.random.randint(count_key, (), 0, MAX_COUNT + 1)
     rank = jnp.argsort(order)
-    one_hot = jax.nn.one_hot(jnp.array([first, second, left, left + 1]), n, dtype=bool)
+    one_hot = jax.nn.one_hot(jnp.array([first, second, third]), n, dtype=bool)
 
     def word_pair(cell):
         return [grid.row_word(cell // side), grid.column_word(cell % side)]
@@ -167,10 +169,16 @@ def _sample_symbols(key: Array, grid: Grid, kind: Array) -> tuple[Array, ...]:
         answer = NUM_SHAPES + NUM_COLORS + count
         return shape, color, filled | needed, name_words(), answer, needed
 
-    def neighbor():
-        shape = jnp.where(one_hot[2], named_shape, other)
-        needed = one_hot[2] | one_hot[3]
-        return shape, color, filled | needed, name_words(), shape[left + 1], needed
+    def higher():
+        needed = one_hot[0] | one_hot[2]
+        # Distance of each cell's shape from the named shape; no other cell has a named shape.
+        distance = jax.random.randint(shape_key, (n,), 1, NUM_SHAPES - 1)
+        distance = distance + (distance >= gap)
+        distance = jnp.where(one_hot[0], 0, jnp.where(one_hot[2], gap, distance))
+        shape, other_shape = (named_shape + distance) % NUM_SHAPES, (named_shape + gap) % NUM_SHAPES
+        words = jnp.array([grid.shape_word(named_shape), grid.shape_word(other_shape), -1, -1])
+        answer = jnp.where(first // side < third // side, named_shape, other_shape)
+        return shape, color, filled | needed, words, answer, needed
 
     def majority():
         row = first // side
@@ -188,7 +196,7 @@ def _sample_symbols(key: Array, grid: Grid, kind: Array) -> tuple[Array, ...]:
         return any_shape, row_color, row_filled, row_words(row), answer, needed
 
     shape, color, filled, words, answer, needed = jax.lax.switch(
-        kind, (place, compare, rare, counting, neighbor, majority)
+        kind, (place, compare, rare, counting, higher, majority)
     )
     # Several kinds of questions name one shape: the last word tells the kinds apart.
     words = jnp.where(

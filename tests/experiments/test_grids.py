@@ -13,7 +13,7 @@ from experiments.grids.world import KINDS, NUM_ANSWERS, Grid, sample_questions
 from stepprune_jax.user_input import UserError
 
 # Number of cells that decide the answer, by kind of question.
-NUM_NEEDED = {"place": {1}, "compare": {2}, "rare": {1}, "count": {*range(6)}, "neighbor": {2}}
+NUM_NEEDED = {"place": {1}, "compare": {2}, "rare": {1}, "count": {*range(6)}, "higher": {2}}
 NUM_NEEDED |= {"majority": {4}}
 
 
@@ -51,6 +51,17 @@ def test_a_question_about_two_cells_says_which_column_belongs_to_which_row():
     difference = np.abs(logits - swapped_logits).max(axis=1)
     assert not is_same_question.all() and (difference[~is_same_question] > 1e-2).all()
     assert (difference[is_same_question] == 0).all()
+
+
+def test_the_higher_of_two_named_shapes_is_the_answer():
+    batch = sample_questions(jax.random.key(3), Grid(12), 64, ("higher",))
+    named = np.array(batch.words[:, :2]) - len(KINDS) - 2 * 12
+    # Of the two cells that decide the answer, each has the named shape whose vector it resembles.
+    scores = (np.array(batch.tokens) - 3) @ np.array(world._vectors(0, world.NUM_SHAPES)).T
+    scores = np.where(np.array(batch.needed)[..., None], scores, -np.inf)
+    rows = np.stack([scores[np.arange(64), :, named[:, i]].argmax(axis=1) // 12 for i in (0, 1)])
+    higher = np.where(rows[0] < rows[1], named[:, 0], named[:, 1])
+    assert (higher == batch.answer).mean() > 0.9
 
 
 def test_most_symbols_of_the_named_row_have_the_color_of_the_answer():
