@@ -188,6 +188,9 @@ def test_fewer_steps_shorten_the_warmup_of_the_learning_rate(capsys):
 def test_configurations_have_the_phases_of_their_recipes():
     runs = {name: load_config(name) for name in ("llava7b", "llava7b:gate", "llava7b:literal")}
     assert [run.recipe for run in runs.values()] == ["auto", "gate", "gate"]
+    # The paper's recipes take one token a step.
+    assert [run.policy.group for run in runs.values()] == [4, 1, 1]
+    assert load_config("rloo:llava7b").policy.group == 4 and load_config("shapes").policy.group == 1
     assert load_config("qwen25vl_3b").recipe == "auto" and load_config("shapes").recipe == "gate"
     run = runs["llava7b"]
     warm_phase, rloo_phase = run.make_recipe().phases(run.steps)
