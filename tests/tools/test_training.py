@@ -90,9 +90,10 @@ def test_a_run_with_the_gate_is_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_of_rloo_on_sampled_subsets_is_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe", ["rloo", "warm_start"])
+def test_a_run_without_the_gate_is_measured(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
-    run = tiny_run(mesh="data=2,fsdp=2,tensor=2", recipe="rloo", **{"rloo.samples": 2})
+    run = tiny_run(mesh="data=2,fsdp=2,tensor=2", recipe=recipe, **{"rloo.samples": 2})
     measurements = training.measure(run, FIELDS, 2, IDS, tmp_path)
     assert measurements.policy > 0 and 0 < measurements.policy_flops < measurements.flops
 

@@ -142,7 +142,7 @@ def test_a_dry_run_plans_for_images_of_the_largest_size(world, tmp_path, capsys)
     cost = dry_run(run, tmp_path)
     assert cost.devices == 2 and cost.flops > 0
     output = capsys.readouterr().out
-    assert "rtx-a6000" in output and "hours for 1280 updates" in output
+    assert "rtx-a6000" in output and "hours for 1600 updates" in output
 
 
 def test_the_papers_second_model_has_the_papers_values():

@@ -214,6 +214,7 @@ def _compile_policy_part(
         model_loss = ModelLoss(
             lambda tokens: jnp.mean(tokens.astype(jnp.float32)),
             lambda kept, _: jnp.mean(kept.tokens.astype(jnp.float32), axis=(-2, -1)),
+            lambda inputs: jnp.mean(inputs.image.astype(jnp.float32), axis=-1),
         )
         return step.learn(
             state,
