@@ -197,6 +197,8 @@ def _make_category_section(table: BenchmarkTable, name: str) -> Section | None:
     title = f"{BENCHMARKS[name].title} by category"
     if any(row.scores.get(name, {}).get("category_errors") for row in table.rows):
         title += ", ± standard error over questions"
+        has_averages = any("headlines" in row.scores.get(name, {}) for row in table.rows)
+        title += " (means over seeds have none)" if has_averages else ""
     return Section(title, ["tokens", "method", "mode", *names], rows, num_text_columns=3)
 
 
