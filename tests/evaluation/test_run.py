@@ -1,5 +1,6 @@
 """The stages after generation: answers written by hand become submissions, tables and a page."""
 
+import base64
 import csv
 import dataclasses
 import json
@@ -60,6 +61,8 @@ def report(workdir, name):
 
 def check_page(workdir, num_pictures):
     page = (workdir / "report" / "index.html").read_text()
+    picture = (workdir / "report" / "retention.png").read_bytes()
+    assert base64.b64encode(picture).decode() in page
     assert page.count('src="data:image/png;base64,') == num_pictures
     assert "python eval.py --here" in page and "<td class=text>StepPrune</td>" in page
     assert not re.search(r'(src|href)="(?!data:)', page)

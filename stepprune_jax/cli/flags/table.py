@@ -21,9 +21,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", help=help_text)
     help_text = "average the rows of runs that differ only in their seed: mean ± deviation (runs)"
     parser.add_argument("--mean", action="store_true", help=help_text)
-    help_text = (
-        "also compare all rows with a method at the same budget, such as divprune"
-    )
+    help_text = "also compare all rows with a method at the same budget, such as divprune"
     parser.add_argument("--against", metavar="METHOD", help=help_text)
     help_text = "print BibTeX entries of the runs' methods, without a RUN of all methods"
     parser.add_argument("--cite", action="store_true", help=help_text)
