@@ -36,6 +36,24 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
     return grade_by_id(_read_truths(root), is_right)
 
 
+def check_answers(root: str | Path) -> None:
+    """Checks that each test question has a correct answer, before a model answers the questions.
+
+    Args:
+        root: data folder; `test.jsonl` and `test_answers.jsonl` are read.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        UserError: a file is malformed, or a question has no correct answer.
+    """
+    truths = _read_truths(Path(root))
+    missing_ids = [name for name in _records_by_id(Path(root) / QUESTIONS) if name not in truths]
+    if missing_ids:
+        names = ", ".join(map(repr, missing_ids[:3]))
+        more = f" and {len(missing_ids) - 3} more" if len(missing_ids) > 3 else ""
+        raise UserError(f"{Path(root) / ANSWERS}: no answer to question {names}{more}")
+
+
 def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the test split.
 

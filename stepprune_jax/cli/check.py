@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     results = check_folder(flags.folder)
     for name, num_valid, unit, faults, notes in results:
-        counts = ((faults, "faults"), (notes, "not for all runs"))
+        counts = ((faults, "fault" if len(faults) == 1 else "faults"), (notes, "not for all runs"))
         summary = "".join(f", {len(lines):,} {label}" for lines, label in counts if lines)
         print(f"{name}: {num_valid:,} {unit}{summary}")
         lines = [*faults[: flags.faults], *notes[: flags.faults]]

@@ -11,7 +11,7 @@ Flags can set any field of the configuration.
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
+from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.answer_files import ANSWERS, AnswerFile, questions_digest, read_files
 from stepprune_jax.cli import command_line
 from stepprune_jax.cli.choices import STAGES
@@ -50,7 +50,7 @@ def evaluate(
         command: the command line that the report shows; None shows no command.
 
     Raises:
-        UserError: a stage is unknown.
+        UserError: a stage is unknown, or a test question of a data folder has no correct answer.
         KeyboardInterrupt: Ctrl-C stopped the stage generate. If the stage score is requested, the
             report of the answers so far has been written.
     """
@@ -59,6 +59,8 @@ def evaluate(
     expect("--stages", ",".join(stages), is_valid, ", ".join(STAGES))
     if "score" in stages:
         need("matplotlib", "the report has figures")
+        if folder.BENCHMARK.name in run.eval.benchmark_names:
+            folder.check_answers(run.root(folder.BENCHMARK.name))
     if "convert" in stages:
         for benchmark_name in run.eval.benchmark_names:
             BENCHMARKS[benchmark_name].check_packages()

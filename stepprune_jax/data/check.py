@@ -1,13 +1,16 @@
 """Checks a data folder before training: `stepprune-check DIR`.
 
 Reads the training file `train.json`, and for each existing split its questions and answers. Decodes
-every image and a few frames of every video that these files name. Faults are malformed entries and
-unreadable images or videos. Notes are about images that only some models or settings accept.
+every image and a few frames of every video that these files name. Faults are malformed entries,
+unreadable images or videos, and images or videos that two of the files share. Notes are about
+images that only some models or settings accept.
 """
 
 import concurrent.futures
+import hashlib
 import os
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +18,8 @@ import numpy as np
 
 from stepprune_jax.data.image_files import OUTSIDE, ImageFolder, existing_image
 from stepprune_jax.data.images import MAX_ASPECT, is_shown_otherwise, open_image
-from stepprune_jax.data.json_files import read_json_list
-from stepprune_jax.data.llava import parse_conversation, read_answers, read_questions
+from stepprune_jax.data.json_files import read_json_lines, read_json_list, words
+from stepprune_jax.data.llava import parse_conversation, parse_question, read_unique_id
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
 from stepprune_jax.data.videos import Video, open_video
 from stepprune_jax.user_input import UserError, local_path
@@ -30,6 +33,10 @@ class Medium(NamedTuple):
 
     path: Path
     is_video: bool
+
+
+# The questions about each image and video of a file.
+QuestionsByMedium = dict[Medium, set[str]]
 
 
 class CheckResult(NamedTuple):
@@ -57,49 +64,61 @@ def check_folder(folder: str | Path) -> list[CheckResult]:
         folder: folder with `train.json` or files of splits, and with `images/`.
 
     Returns:
-        One result per existing file, one result for all images, and one for all videos.
+        One result per existing file, one result for all images, one for all videos, and one for
+        the images and videos that two files share. A result about videos or shared images is absent
+        if there are none.
 
     Raises:
         FileNotFoundError: the folder has neither a training file nor a file of a split.
     """
     folder = local_path(folder)
     results: list[CheckResult] = []
-    media: set[Medium] = set()
+    questions_of: dict[str, QuestionsByMedium] = {}  # by name of the file
     # `lexists` also finds a folder or a broken link with the name of a file. Reading it then gives
     # a fault, where `exists` would skip it silently.
     if os.path.lexists(folder / TRAIN_FILE):
-        result, sample_media = _check_training_file(folder)
+        result, questions_of[TRAIN_FILE] = _check_training_file(folder)
         results.append(result)
-        media |= sample_media
     for split in SPLITS:
         # Answers without questions are a fault, so either file is enough to check the split.
         files = (folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl")
         if any(map(os.path.lexists, files)):
-            split_results, question_media = _check_split(folder, split)
+            split_results, questions_of[files[0].name] = _check_split(folder, split)
             results += split_results
-            media |= question_media
     if not results:
         names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
         raise FileNotFoundError(f"{folder} has no file to check, expected some of {names}")
+    media = set().union(*questions_of.values())
     images = sorted(medium.path for medium in media if not medium.is_video)
     videos = sorted(medium.path for medium in media if medium.is_video)
     results.append(_check_images(folder / IMAGES, images))
-    return [*results, _check_videos(videos)] if videos else results
+    if videos:
+        results.append(_check_videos(videos))
+    faults = _find_shared(questions_of)
+    return (
+        [
+            *results,
+            CheckResult("splits", len(media) - len(faults), "images or videos in one", faults),
+        ]
+        if faults
+        else results
+    )
 
 
-def _check_training_file(folder: Path) -> tuple[CheckResult, set[Medium]]:
+def _check_training_file(folder: Path) -> tuple[CheckResult, QuestionsByMedium]:
     """Checks every sample of a folder's training file.
 
     Returns:
-        The result with one fault per malformed sample, and the existing images and videos.
+        The result with one fault per malformed sample, and the questions about each existing image
+        and video.
     """
     file = folder / TRAIN_FILE
     faults: list[str] = []
-    media: set[Medium] = set()
+    questions_of: QuestionsByMedium = defaultdict(set)
     try:
         samples = read_json_list(file, "sample")
     except (OSError, UserError) as error:
-        return CheckResult(TRAIN_FILE, 0, "samples", [str(error)]), media
+        return CheckResult(TRAIN_FILE, 0, "samples", [str(error)]), questions_of
     for sample_index, sample in enumerate(samples):
         place = f"{file}: sample {sample_index}"
         try:
@@ -107,34 +126,124 @@ def _check_training_file(folder: Path) -> tuple[CheckResult, set[Medium]]:
             for kind, name in (("image", conversation.image), ("video", conversation.video)):
                 if name is not None:
                     path = existing_image(folder / IMAGES, name, place, kind)
-                    media.add(Medium(path, is_video=kind == "video"))
+                    medium = Medium(path, is_video=kind == "video")
+                    questions_of[medium].update(conversation.turns[::2])
         except (OSError, UserError) as error:
             faults.append(str(error))
     num_valid = len(samples) - len(faults)
-    return CheckResult(TRAIN_FILE, num_valid, "samples", faults), media
+    return CheckResult(TRAIN_FILE, num_valid, "samples", faults), questions_of
 
 
-def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], set[Medium]]:
-    """Checks the question file and the answer file of a split.
+def _check_split(folder: Path, split: str) -> tuple[list[CheckResult], QuestionsByMedium]:
+    """Checks every line of the question file and the answer file of a split.
 
-    Reading stops at the first fault of a file. Answers are matched to questions, so a question file
-    with a fault leaves the answers unchecked.
+    Answers are matched to questions, so a question file with a fault leaves the answers unchecked.
 
     Returns:
-        One result per file that was read, and the images and videos of the questions.
+        One result per file that was read, and the questions about each image and video.
     """
     question_file, answer_file = folder / f"{split}.jsonl", folder / f"{split}_answers.jsonl"
+    faults: list[str] = []
+    first_places: dict[str, str] = {}
+    questions_of: QuestionsByMedium = defaultdict(set)
+    num_valid = 0
     try:
-        questions = read_questions(question_file, folder / IMAGES)
+        records = read_json_lines(question_file, faults)
     except (OSError, UserError) as error:
-        return [CheckResult(question_file.name, 0, "questions", [str(error)])], set()
-    results = [CheckResult(question_file.name, len(questions), "questions", [])]
+        return [CheckResult(question_file.name, 0, "questions", faults or [str(error)])], {}
+    for record in records:
+        try:
+            question = parse_question(record, first_places, folder / IMAGES)
+            medium = Medium(question.image, question.video is not None)
+            questions_of[medium].add(question.text)
+            num_valid += 1
+        except (OSError, UserError) as error:
+            faults.append(str(error))
+    results = [CheckResult(question_file.name, num_valid, "questions", faults)]
+    if not faults:
+        results.append(_check_answers(answer_file, [*first_places]))
+    return results, questions_of
+
+
+def _check_answers(file: Path, question_ids: Sequence[str]) -> CheckResult:
+    """Checks every line of an answer file, and that each question has an answer.
+
+    Args:
+        file: the answer file.
+        question_ids: ids of the questions, in the order of their file.
+    """
+    faults: list[str] = []
+    first_places: dict[str, str] = {}
+    unanswered_ids = dict.fromkeys(question_ids)
+    num_valid = 0
     try:
-        answers = read_answers(answer_file, questions)
-        results.append(CheckResult(answer_file.name, len(answers), "answers", []))
+        records = read_json_lines(file, faults)
     except (OSError, UserError) as error:
-        results.append(CheckResult(answer_file.name, 0, "answers", [str(error)]))
-    return results, {Medium(question.image, question.video is not None) for question in questions}
+        return CheckResult(file.name, 0, "answers", faults or [str(error)])
+    for record in records:
+        try:
+            question_id = read_unique_id(record, first_places)
+            if question_id not in unanswered_ids:
+                problem = f'"question_id" {question_id!r} belongs to no question'
+                raise UserError(f"{record.place}: {problem}")
+            del unanswered_ids[question_id]
+            words(record.value, "answer", record.place)
+            num_valid += 1
+        except UserError as error:
+            faults.append(str(error))
+    faults += [f"{file}: no answer for question_id {name!r}" for name in unanswered_ids]
+    return CheckResult(file.name, num_valid, "answers", faults)
+
+
+def _digest(path: Path) -> str:
+    """Returns a hash of a file's content; for a file that cannot be read, its path."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return str(path)
+
+
+def _find_shared(questions_of: Mapping[str, QuestionsByMedium]) -> list[str]:
+    """Returns one line per image or video that two files share, by its name or by its content.
+
+    A policy that was trained or calibrated on an image of the test questions makes the table wrong.
+
+    Args:
+        questions_of: questions about each image and video, by name of the file.
+    """
+    if len(questions_of) < 2:
+        return []
+    paths = sorted({medium.path for media in questions_of.values() for medium in media})
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digest_of = dict(zip(paths, pool.map(_digest, paths), strict=True))
+    # By content: the first path with this content in each file, and the questions of each file.
+    path_of: dict[str, dict[str, Path]] = defaultdict(dict)
+    texts_of: dict[str, list[set[str]]] = defaultdict(list)
+    for file_name, questions_by_medium in questions_of.items():
+        texts_by_content: dict[str, set[str]] = defaultdict(set)
+        for medium, texts in questions_by_medium.items():
+            content = digest_of[medium.path]
+            path_of[content].setdefault(file_name, medium.path)
+            texts_by_content[content] |= texts
+        for content, texts in texts_by_content.items():
+            texts_of[content].append(texts)
+    lines = []
+    for content, path_by_file in path_of.items():
+        if len(path_by_file) < 2:
+            continue
+        if len({*path_by_file.values()}) == 1:
+            line = f"{next(iter(path_by_file.values()))} is in {' and '.join(path_by_file)}"
+        else:
+            places = [f"{path} of {file_name}" for file_name, path in path_by_file.items()]
+            line = f"{' and '.join(places)} have the same content"
+        num_files = Counter(text for texts in texts_of[content] for text in texts)
+        shared_texts = sorted(text for text, count in num_files.items() if count > 1)
+        if shared_texts:
+            more = f" and {len(shared_texts) - 1} more" if len(shared_texts) > 1 else ""
+            line += f", with the question {shared_texts[0]!r}{more}"
+        lines.append(line)
+    return lines
 
 
 def _check_video(path: Path) -> str:

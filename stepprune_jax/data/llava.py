@@ -116,24 +116,51 @@ def read_questions(
         FileNotFoundError: the file or an image is missing.
         ValueError: a question is malformed, or two questions have one id.
     """
-    questions: list[Question] = []
     first_places: dict[str, str] = {}
-    for record in read_json_lines(file):
-        place, json_object = record
-        question_id = _read_unique_id(record, first_places)
-        _refuse_unsupported(json_object, place)
-        text = words(json_object, "text", place)
-        kind = "image" if json_object.get("video") is None else "video"
-        if kind == "video":
-            require(json_object.get("image") is None, f'{place}: has both "image" and "video"')
-            text = text.replace(_VIDEO_MARK, IMAGE_MARK)
-        text = _remove_image_marks(text, "text", place)
-        category = words(json_object, "category", place) if "category" in json_object else "default"
-        name = image_name(json_object, place, kind)
-        image = existing_image(image_root, name, place, kind)
-        video = _make_video(image, fps, num_frames) if kind == "video" else None
-        questions.append(Question(question_id, image, text, category, video))
-    return questions
+    return [
+        parse_question(record, first_places, image_root, fps=fps, num_frames=num_frames)
+        for record in read_json_lines(file)
+    ]
+
+
+def parse_question(
+    record: Record,
+    first_places: dict[str, str],
+    image_root: str | Path,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+) -> Question:
+    """Parses one object of a question file.
+
+    Args:
+        record: the object.
+        first_places: line of each earlier object of the file, by its id. The new id is added.
+        image_root: folder that image and video names are relative to.
+        fps: number of frames to sample of a video per second, see `Video`.
+        num_frames: number of frames to sample of a video.
+
+    Returns:
+        The question.
+
+    Raises:
+        FileNotFoundError: the image is missing.
+        ValueError: the question is malformed, or an earlier object has the same id.
+    """
+    place, json_object = record
+    question_id = read_unique_id(record, first_places)
+    _refuse_unsupported(json_object, place)
+    text = words(json_object, "text", place)
+    kind = "image" if json_object.get("video") is None else "video"
+    if kind == "video":
+        require(json_object.get("image") is None, f'{place}: has both "image" and "video"')
+        text = text.replace(_VIDEO_MARK, IMAGE_MARK)
+    text = _remove_image_marks(text, "text", place)
+    category = words(json_object, "category", place) if "category" in json_object else "default"
+    name = image_name(json_object, place, kind)
+    image = existing_image(image_root, name, place, kind)
+    video = _make_video(image, fps, num_frames) if kind == "video" else None
+    return Question(question_id, image, text, category, video)
 
 
 def _make_video(path: Path, fps: float | None, num_frames: int | None) -> Any:
@@ -168,7 +195,7 @@ def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list
     first_places: dict[str, str] = {}
     records: dict[str, Record] = {}
     for record in read_json_lines(file):
-        question_id = _read_unique_id(record, first_places)
+        question_id = read_unique_id(record, first_places)
         if question_id not in question_ids:
             raise UserError(f'{record.place}: "question_id" {question_id!r} belongs to no question')
         records[question_id] = record
@@ -270,7 +297,7 @@ def _remove_image_marks(text: str, name: str, place: str) -> str:
     return unmarked
 
 
-def _read_unique_id(record: Record, first_places: dict[str, str]) -> str:
+def read_unique_id(record: Record, first_places: dict[str, str]) -> str:
     """Returns the "question_id" of an object.
 
     Args:

@@ -37,6 +37,7 @@ from stepprune_jax.data.index import (
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.model_answers import answers_identity, replace_answers
 from stepprune_jax.data.source import Source
+from stepprune_jax.data.unknown_words import describe_unknown_words
 from stepprune_jax.data.videos import NoVideosError
 from stepprune_jax.user_input import UserError, naming
 
@@ -115,6 +116,11 @@ def open_corpus(
     )
     for line in _report_lengths(index, usable_rows, corpus, limits):
         log(line)
+    # Lazy: texts are read only if the tokenizer has an unknown token.
+    sample_indices = np.unique(index.sample[usable_rows]).tolist()
+    texts = (text for sample_index in sample_indices for text in samples.parse(sample_index).turns)
+    if warning := describe_unknown_words(encoder.tokenizer, texts):
+        log(f"warning: {warning}")
     return corpus
 
 

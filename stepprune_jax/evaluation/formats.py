@@ -43,6 +43,7 @@ _TITLES = {
 # name. The columns of a pair follow each other in the objects of the table.
 _PAIRS = {
     ("retention_low", "retention_high"): ("95 % interval", " to "),
+    ("image_gain_low", "image_gain_high"): ("95 % interval of the gain", " to "),
     ("lost", "gained"): ("lost / gained", " / "),
 }
 # Part of a score with the figures of its categories, by benchmark. The categories of a benchmark
@@ -197,6 +198,8 @@ def _make_category_section(table: BenchmarkTable, name: str) -> Section | None:
     title = f"{BENCHMARKS[name].title} by category"
     if any(row.scores.get(name, {}).get("category_errors") for row in table.rows):
         title += ", ± standard error over questions"
+        has_averages = any("headlines" in row.scores.get(name, {}) for row in table.rows)
+        title += " (means over seeds have none)" if has_averages else ""
     return Section(title, ["tokens", "method", "mode", *names], rows, num_text_columns=3)
 
 
@@ -627,11 +630,16 @@ def _comparison_fields(table: BenchmarkTable, row: MethodScores) -> dict[str, Ce
 
 
 def _image_gain_figure(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
-    """Returns the image's gain that a row keeps; nothing if no run has the row without an image."""
+    """Returns the image's gain that a row keeps, and its interval if some row of the table has one.
+
+    The result is empty if no run has the row without an image.
+    """
     if table.blind is None:
         return {}
     image_gain = table.image_gain(row)
     fields: dict[str, Cell] = {"image_gain": None if image_gain is None else round(image_gain, 2)}
+    if any(table_row.comparison.image_gain for table_row in table.rows):
+        fields |= _interval_fields("image_gain", row.comparison.image_gain)
     return fields
 
 

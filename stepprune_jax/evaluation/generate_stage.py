@@ -35,6 +35,7 @@ from stepprune_jax.benchmarks.answer_files import (
     find_unanswered,
 )
 from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.data.unknown_words import describe_unknown_words
 from stepprune_jax.evaluation.calibrate import (
     FILE,
     Biases,
@@ -128,6 +129,10 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
     if not incomplete_tasks:
         return
     model = load()
+    texts = (question.text for task in incomplete_tasks for question in task.questions)
+    warning = describe_unknown_words(model.tokenizer, texts)
+    if warning and distributed.is_main():
+        _LOG.warning("%s", warning)
     problems = list(filter(None, [task.run(model) for task in incomplete_tasks]))
     message = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
     distributed.together(lambda: require(not problems, message))

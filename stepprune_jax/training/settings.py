@@ -264,8 +264,8 @@ class Run(EvaluationRun):
             return {}
         warmup = num_steps // 10
         _LOG.info(
-            "config.optimizer.warmup is %d instead of %d, a tenth of the shortest phase (%d "
-            "updates); set it for another value",
+            "config.optimizer.warmup is %d instead of %d: a tenth of %d updates, the shortest "
+            "phase that the recipe may choose; set it for another value",
             warmup,
             self.optimizer.warmup,
             num_steps,

@@ -40,6 +40,7 @@ from stepprune_jax.visualize.overlays import Overlay, draw_rows, shorten
 from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
+PICTURE = "retention.png"
 _COLUMNS = 4  # Examples per row, so that a row fits the width of the page.
 _MAX_EXAMPLE_METHODS = 4
 _BUCKETS = 6  # The paper's Figure 3 has six buckets.
@@ -88,7 +89,7 @@ def write_page(
     num_examples: int,
     command: str | None = None,
 ) -> Path:
-    """Writes the HTML report of an evaluation.
+    """Writes the HTML report of an evaluation, and its plot of retention as `PICTURE` beside it.
 
     The page shows, in this order, a sentence about the policy's retention, images with their kept
     tokens, a plot of retention, the tables with their notes, the distributions of kept tokens, and
@@ -114,7 +115,10 @@ def write_page(
             if distribution:
                 title = escape(answered_benchmark.benchmark.title)
                 distributions += [f"<h2>{title}</h2>", distribution]
-    blocks.append(_figure(draw_retention(table), _caption_retention(table)))
+    png = draw_retention(table)
+    if png is not None:
+        path.with_name(PICTURE).write_bytes(png)
+    blocks.append(_figure(png, _caption_retention(table)))
     blocks += map(_html_table, sections(table))
     note_items = "".join(f"<li>{escape(note)}</li>\n" for note in notes(table))
     blocks += [f"<ul>\n{note_items}</ul>" if note_items else "", *distributions]

@@ -69,3 +69,43 @@ def test_a_missing_file_is_reported(tmp_path, capsys):
     assert main([str(folder)]) == 1
     output = capsys.readouterr().out
     assert f"no file at {folder}/train.json" in output and f"{folder}/validation.jsonl" in output
+
+
+def test_images_and_questions_of_two_splits_are_faults(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=2, validation=2, test=2)
+    images = folder / "images"
+    lines = (folder / "validation.jsonl").read_text().splitlines()
+    validation = [json.loads(line) for line in lines[:2]]
+    (folder / "validation.jsonl").write_text("\n".join(lines[:2]))
+    samples = json.loads((folder / "train.json").read_text())
+    # A copy of a training image has another name. The question about it is another one.
+    (images / "copy.png").write_bytes((images / samples[1]["image"]).read_bytes())
+    test = [validation[0], {**validation[1], "image": "copy.png", "text": "Is this a copy?"}]
+    (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in test))
+    answers = (folder / "validation_answers.jsonl").read_text().splitlines()[:2]
+    for split in ("validation", "test"):
+        (folder / f"{split}_answers.jsonl").write_text("\n".join(answers))
+    shared = {result.name: result.faults for result in check_folder(folder)}["splits"]
+    name, text = validation[0]["image"], validation[0]["text"]
+    assert sorted(shared) == sorted(
+        [
+            f"{images / samples[1]['image']} of train.json and {images / 'copy.png'} of test.jsonl "
+            "have the same content",
+            f"{images / name} is in validation.jsonl and test.jsonl, with the question {text!r}",
+        ]
+    )
+    assert main([str(folder)]) == 1
+    assert ", 2 faults\n" in capsys.readouterr().out
+
+
+def test_each_line_of_a_question_file_and_an_answer_file_is_checked(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=0, validation=3, test=4)
+    lines = (folder / "validation.jsonl").read_text().splitlines()
+    (folder / "validation.jsonl").write_text("\n".join([lines[0], "{}", lines[2]]))
+    answers = (folder / "test_answers.jsonl").read_text().splitlines()
+    (folder / "test_answers.jsonl").write_text("\n".join(answers[:-2]))
+    assert main([str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert "validation.jsonl: 2 questions, 1 fault\n" in output
+    assert f"test_answers.jsonl: {len(answers) - 2} answers, 2 faults\n" in output
+    assert output.count("no answer for question_id") == 2

@@ -1,5 +1,6 @@
 """The stages after generation: answers written by hand become submissions, tables and a page."""
 
+import base64
 import csv
 import dataclasses
 import json
@@ -60,6 +61,8 @@ def report(workdir, name):
 
 def check_page(workdir, num_pictures):
     page = (workdir / "report" / "index.html").read_text()
+    picture = (workdir / "report" / "retention.png").read_bytes()
+    assert base64.b64encode(picture).decode() in page
     assert page.count('src="data:image/png;base64,') == num_pictures
     assert "python eval.py --here" in page and "<td class=text>StepPrune</td>" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
@@ -253,3 +256,15 @@ def test_errors_are_raised_before_the_model_is_loaded(config, llava_folder, tmp_
         save_policy(policy, tmp_path / "policy.safetensors")
         with pytest.raises(error, match=message):
             evaluate(bad, tmp_path)
+
+
+def test_a_question_without_a_correct_answer_is_refused_before_the_first_answer(config, tmp_path):
+    config = changed(config, benchmarks="folder")
+    file = tmp_path / "data" / "test_answers.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:-1]))
+    name = json.loads(lines[-1])["question_id"]
+    # The model's folder does not exist, so any other error would come from reading the model.
+    with pytest.raises(ValueError, match=f"test_answers.jsonl: no answer to question '{name}'"):
+        evaluate(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
