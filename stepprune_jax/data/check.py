@@ -95,14 +95,10 @@ def check_folder(folder: str | Path) -> list[CheckResult]:
     if videos:
         results.append(_check_videos(videos))
     faults = _find_shared(questions_of)
-    return (
-        [
-            *results,
-            CheckResult("splits", len(media) - len(faults), "images or videos in one", faults),
-        ]
-        if faults
-        else results
-    )
+    if faults:
+        num_unshared = len(media) - len(faults)
+        results.append(CheckResult("splits", num_unshared, "images or videos in one", faults))
+    return results
 
 
 def _check_training_file(folder: Path) -> tuple[CheckResult, QuestionsByMedium]:
