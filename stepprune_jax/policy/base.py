@@ -122,7 +122,7 @@ class Inputs(NamedTuple):
                 f"({batch_size}, l, {text_width}), the embeddings of the l words of each question"
             )
             if np.shape(self.text) == (batch_size, text_width):
-                expected_text += "; of one vector for each question, text[:, None]"
+                expected_text += "; for one vector for each question, give text[:, None]"
             text_shape = _require_array(
                 "text", self.text, (batch_size, None, text_width), expected_text
             )
@@ -157,7 +157,8 @@ def _require_array(
     """
     if not isinstance(value, AnyArray):
         kind = type(value).__name__
-        raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}")
+        hint = "; check the order of the arguments" if callable(value) else ""
+        raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}{hint}")
     has_shape = value.ndim == len(shape) and all(
         required_size in (None, size)
         for size, required_size in zip(value.shape, shape, strict=True)
