@@ -3,7 +3,7 @@
     pip install . optax    # in a clone of the repository
     python examples/own_model.py
 
-The stand-in for your model takes a minute on a CPU. An "image" is a bag of 32 records, each a key
+An "image" is a bag of 32 records, each a key
 and a value; the question names a key, and the answer is its value. Of two random tokens one is the
 right one in 6 % of the questions, so that nothing is learned unless the question is read: with
 `text_width=0`, or with the paper's first query, `first_query="learned"`, which takes four times as

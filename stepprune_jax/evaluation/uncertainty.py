@@ -233,8 +233,8 @@ def standard_error(outcomes: Outcomes) -> float | None:
 
     By the delta method, the error is the standard deviation of the units' influences / sqrt(u). An
     influence is the derivative of the score in the direction from the mean to the unit. The number
-    of units in each split or task is fixed, so only deviations from the mean influence of a group
-    count. For an accuracy of p percent, the error is sqrt(p (100 - p) / (u - 1)).
+    of units in each split or task is fixed, so the mean influence of each group is subtracted
+    first. For an accuracy of p percent, the error is sqrt(p (100 - p) / (u - 1)).
 
     Returns:
         The standard error, in the unit of the score; None if a group has fewer than two units.
