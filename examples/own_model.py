@@ -83,7 +83,7 @@ steps = 200
 config = sp.PolicyConfig(feature_width=D, text_width=half, num_heads=4)
 policy = sp.StepPrune.init(jax.random.key(1), config, stats)
 rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 20, steps, 1e-4)
-optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
 
 
 @jax.jit
@@ -102,12 +102,12 @@ def update(policy, moments, frozen, key, progress):
         )
 
     (value, (metrics, _)), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
-    updates, moments = optimiser.update(grads, moments, policy.params)
+    updates, moments = optimizer.update(grads, moments, policy.params)
     params = optax.apply_updates(policy.params, updates)
     return policy.replace(params=params), moments, metrics | {"loss": value}
 
 
-moments = optimiser.init(policy.params)
+moments = optimizer.init(policy.params)
 for number in range(steps):
     key = jax.random.fold_in(jax.random.key(2), number)
     policy, moments, metrics = update(policy, moments, frozen, key, number / steps)

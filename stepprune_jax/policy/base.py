@@ -25,7 +25,7 @@ class FeatureStats(NamedTuple):
     """Per-channel mean and variance of the frozen vision tower's features.
 
     Features of real towers are far from unit variance: some channels of CLIP are tens of times
-    wider than other channels. The noise gate preserves variance only for standardised features. The
+    wider than other channels. The noise gate preserves variance only for standardized features. The
     statistics are gathered once before training, then fixed, and saved with the policy.
 
     Attributes:
@@ -73,11 +73,11 @@ class Inputs(NamedTuple):
         image_mask: [b, n] True at real image tokens; None marks all tokens as real. Padding may
             hold any values and affects no result.
         text_mask: [b, l] True at real words; None marks all words as real.
-        stats: statistics that standardise the image tokens; None leaves them unscaled.
+        stats: statistics that standardize the image tokens; None leaves them unscaled.
         deep: [b, n, D] DeepStack features of the tokens, for the language model. Selectors do not
             read them. The noise gate applies the gate of each token to its deep features as well,
             so they cannot bypass the gate. None for a model without such features.
-        deep_stats: statistics that standardise the deep features.
+        deep_stats: statistics that standardize the deep features.
     """
 
     image: Float[AnyArray, "b n d"]
@@ -505,7 +505,7 @@ class TrainAux(NamedTuple):
 
     Attributes:
         gated: result of the training pathway.
-        lm_loss: the language-modelling loss, without the length penalty.
+        lm_loss: the language-modeling loss, without the length penalty.
     """
 
     gated: Gated

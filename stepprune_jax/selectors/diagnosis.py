@@ -40,7 +40,7 @@ class Remedies(NamedTuple):
         begin: how to train before RLOO, where subsets of tokens gain too little.
         use_rloo: how to continue with RLOO.
         read_question: how to make a policy read the question.
-        use_stats: how to standardise features.
+        use_stats: how to standardize features.
         sharpen: how to make the choices of a saturated policy vary.
         compare_draws: how to compare sampling temperatures.
     """

@@ -306,7 +306,7 @@ class Policy(Selector):
             key: PRNG key; consumed.
             image: [b, n, d] image tokens.
             text: [b, l, e] word embeddings of the question, never of the answer.
-            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss [].
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modeling loss [].
             **options: see `LossOptions`.
 
         Returns:
@@ -464,7 +464,7 @@ class Policy(Selector):
             image: [b, n, d] image tokens of questions that were not used for training. With some
                 hundred rows, differences of one percent are significant.
             text: [b, l, e] word embeddings of the questions. The other question of a row is the
-                question of its neighbour.
+                question of its neighbor.
             budgets: numbers of tokens to keep; one diagnosis each.
             key: PRNG key of the random tokens; consumed.
             recipe: "gate" for a policy that was trained with `train_loss`, "rloo" for one that was
