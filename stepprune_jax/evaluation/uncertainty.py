@@ -181,8 +181,10 @@ def read_outcomes(
             group, key = _MME_TASKS.index(task), (answer.id,)
         elif benchmark == "pope":
             group, is_yes = [*pope.SPLITS].index(splits[answer.id]), pope.says_yes(answer.text)
-            wrong_outcome = _FALSE_POSITIVE if is_yes else _FALSE_NEGATIVE
-            value = float(int(is_yes) if grade else wrong_outcome)
+            right, wrong = (
+                (_TRUE_POSITIVE, _FALSE_POSITIVE) if is_yes else (_TRUE_NEGATIVE, _FALSE_NEGATIVE)
+            )
+            value = float(right if grade else wrong)
         units[(*key, group)].append(value)
     if not units:
         return None

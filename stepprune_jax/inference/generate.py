@@ -74,8 +74,9 @@ def kept_per_patch(indices: Sequence[int], grid: Sequence[int]) -> tuple[int, ..
         One count for each temporal patch, in the order of time.
     """
     num_patches = grid[0] if len(grid) == 3 else 1
-    patch_of = np.asarray([index for index in indices if index >= 0], int)
-    patch_of = patch_of // max(1, grid[-2] * grid[-1]) if num_patches > 1 else 0 * patch_of
+    unmerged = np.asarray([index for index in indices if index >= 0], int)
+    tokens_per_patch = max(1, grid[-2] * grid[-1])
+    patch_of = unmerged // tokens_per_patch if num_patches > 1 else np.zeros_like(unmerged)
     return tuple(np.bincount(patch_of, minlength=num_patches).tolist())
 
 

@@ -11,8 +11,8 @@ z = x_i + W_o mixed + b_o. The projection and the norm's scale are folded into t
 P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. If x, W_o and b_o are
 centered over the width, the norm's mean vanishes and l = (z P) / sigma(z) + c. Then x_i P is a
 table over pairs of slots and W_o P a matrix. A step is a masked softmax, three products with a
-vector, and an argmax. With more layers, only the first history is a table, and the pointer uses the folded
-keys.
+vector, and an argmax. With more layers, only the first history is a table, and the pointer uses
+the folded keys.
 
 If an episode has far fewer steps than slots, tables over pairs of slots would cost more than they
 save. A step then computes the row that it reads.
