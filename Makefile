@@ -39,6 +39,7 @@ env: $(VENV)/.installed
 
 # What the programs need, and then what the tests need besides, torch among it.
 $(VENV)/.runtime: requirements.txt constraints.txt pyproject.toml setup.py
+	@echo "Installing packages in $(VENV): 2.2 GB with the test tools. This takes minutes and prints little."
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet -r requirements.txt

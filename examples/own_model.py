@@ -3,7 +3,7 @@
     pip install . optax    # in a clone of the repository
     python examples/own_model.py
 
-The stand-in for your model takes a minute on a CPU. An "image" is a bag of 32 records, each a key
+An "image" is a bag of 32 records, each a key
 and a value; the question names a key, and the answer is its value. Of two random tokens one is the
 right one in 6 % of the questions, so that nothing is learned unless the question is read: with
 `text_width=0`, or with the paper's first query, `first_query="learned"`, which takes four times as
@@ -83,7 +83,7 @@ steps = 200
 config = sp.PolicyConfig(feature_width=D, text_width=half, num_heads=4)
 policy = sp.StepPrune.init(jax.random.key(1), config, stats)
 rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 20, steps, 1e-4)
-optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
 
 
 @jax.jit
@@ -102,12 +102,12 @@ def update(policy, moments, frozen, key, progress):
         )
 
     (value, (metrics, _)), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
-    updates, moments = optimiser.update(grads, moments, policy.params)
+    updates, moments = optimizer.update(grads, moments, policy.params)
     params = optax.apply_updates(policy.params, updates)
     return policy.replace(params=params), moments, metrics | {"loss": value}
 
 
-moments = optimiser.init(policy.params)
+moments = optimizer.init(policy.params)
 for number in range(steps):
     key = jax.random.fold_in(jax.random.key(2), number)
     policy, moments, metrics = update(policy, moments, frozen, key, number / steps)

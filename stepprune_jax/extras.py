@@ -139,6 +139,7 @@ def _command(name: str) -> Callable[[], None]:
     return run
 
 
+# The console scripts that pyproject.toml names, one for each command.
 calibrate = _command("calibrate")
 check = _command("check")
 convert = _command("convert")

@@ -1,7 +1,7 @@
 """Settings for all tests, made before jax starts.
 
 The suite spends most of its time compiling small programs, whose results do not depend on the
-compiler's effort. Therefore machine code is generated without optimisation and, with jaxlib 0.10,
+compiler's effort. Therefore machine code is generated without optimization and, with jaxlib 0.10,
 without the newer fusion emitters, which take two thirds of the compilation time. Garbage collection
 is rarer, because it took a seventh of the time with the modules of two frameworks loaded. jax gets
 eight virtual CPU devices.

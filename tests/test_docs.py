@@ -71,7 +71,7 @@ def test_the_policy_of_the_example_with_a_users_model_learns(capsys):
     example = ROOT / "examples" / "own_model.py"
     exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
     *lines, exact = capsys.readouterr().out.splitlines()
-    assert lines.count("nothing found") == 2
+    assert lines.count("no problem found") == 2
     assert float(re.findall(r"(\d+\.\d) % right", exact)[0]) > 85
 
 

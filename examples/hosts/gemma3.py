@@ -130,9 +130,9 @@ policy = sp.StepPrune.init(key, sp.PolicyConfig(width, 512, num_heads=4, max_ste
 apart = run(batch, policy.with_budget(n), n)[0] - unpruned(params, batch).logits
 print(f"with all {n} tokens, logits differ from the host's by up to {jnp.max(jnp.abs(apart))}")
 
-optimiser = optax.adamw(1e-3)
+optimizer = optax.adamw(1e-3)
 grads, (metrics, _) = grads_of(host, params, batch, policy, key)
-updates, _ = optimiser.update(grads, optimiser.init(policy.params), policy.params)
+updates, _ = optimizer.update(grads, optimizer.init(policy.params), policy.params)
 policy = policy.replace(params=optax.apply_updates(policy.params, updates))
 print(f"loss {metrics['lm_loss']:.4f}: a step moves the policy by {optax.tree.norm(updates):.4f}")
 

@@ -110,7 +110,7 @@ def pruned_forward(capacity, policy, weights, batch, pixels):
 
 @jax.jit
 def update(policy, weights, key, batch, pixels):
-    """Takes a step of training with MaxText's loss; own_model.py has an optimiser."""
+    """Takes a step of training with MaxText's loss; own_model.py has an optimizer."""
     image, text, mask = read(nnx.merge(structure, weights), batch, pixels)
 
     def lm_loss(tokens):

@@ -16,7 +16,7 @@ from openpi.shared.nnx_utils import module_jit
 
 import stepprune_jax as sp
 
-optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 class Pi0View:
@@ -101,7 +101,7 @@ def update(policy, moments, host, key, observation, actions, share):
         return own.train_loss(gate_key, *given, **view.masks, progress=sp.Progress(share))
 
     grads, (metrics, _) = jax.grad(loss, has_aux=True)(policy.params)
-    updates, moments = optimiser.update(grads, moments, policy.params)
+    updates, moments = optimizer.update(grads, moments, policy.params)
     return policy.replace(params=optax.apply_updates(policy.params, updates)), moments, metrics
 
 
@@ -123,7 +123,7 @@ view = Pi0View(host, seen)
 n, width = view.image.shape[1:]
 stats = sp.update_stats(sp.FeatureStats.start(width), view.image, view.masks["image_mask"])
 policy = sp.StepPrune.init(key, sp.PolicyConfig(width, width, num_heads=4, max_steps=96), stats)
-moments, parts = optimiser.init(policy.params), nnx.split(host)
+moments, parts = optimizer.init(policy.params), nnx.split(host)
 start, held = jax.device_get((policy.params, parts[1]))
 for number, step in enumerate(jax.random.split(key, 3)):
     policy, moments, metrics = update(policy, moments, parts, step, seen, actions, number / 3)

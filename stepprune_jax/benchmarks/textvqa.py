@@ -117,7 +117,7 @@ def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
 
 
 def _accuracy(text: str, human_answers: list[str]) -> float:
-    """Returns the soft accuracy of an answer after normalisation."""
+    """Returns the soft accuracy of an answer after normalization."""
     return soft_accuracy(normalise(text), [normalise(answer) for answer in human_answers])
 
 

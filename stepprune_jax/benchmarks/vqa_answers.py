@@ -140,8 +140,8 @@ def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
     0, 0.3, 0.6 or 0.9 for 0, 1, 2 or 3 equal answers of the ten people, and 1 for more.
 
     Args:
-        prediction: the normalised prediction.
-        answers: the normalised answers of ten people.
+        prediction: the normalized prediction.
+        answers: the normalized answers of ten people.
     """
     num_equal = sum(answer == prediction for answer in answers)
     num_different = len(answers) - num_equal

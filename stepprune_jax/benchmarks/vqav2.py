@@ -112,7 +112,7 @@ def read_people(path: Path) -> dict[str, People]:
 def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
     """Computes the official accuracy of a prediction, from 0 to 1.
 
-    Prediction and answers are normalised only if the ten people disagree. "Yes" is therefore wrong
+    Prediction and answers are normalized only if the ten people disagree. "Yes" is therefore wrong
     if all of them answered "yes".
     """
     prediction = one_line(prediction)
@@ -133,9 +133,9 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
             an answer.
 
     Returns:
-        The headline is the accuracy in percent of the normalised answers, which LLaVA submits.
+        The headline is the accuracy in percent of the normalized answers, which LLaVA submits.
         Parts: the accuracy per `question_type` and `answer_type`; `as_written`, the same three
-        figures without normalisation; and the number of `questions`. Figures are rounded to two
+        figures without normalization; and the number of `questions`. Figures are rounded to two
         decimals, as in the official program.
     """
     people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
@@ -168,7 +168,7 @@ def _compute_accuracies(
     Args:
         answer_of: the answers by question id.
         people: human answers by question id.
-        normaliser: normalises the text of an answer.
+        normaliser: normalizes the text of an answer.
 
     Returns:
         The overall accuracy in percent, and the accuracy by type under "question_type" and

@@ -1,4 +1,4 @@
-"""Gives access to the rows of a training file, and tokenises each row on demand.
+"""Gives access to the rows of a training file, and tokenizes each row on demand.
 
 A row is one training example: the turns of a conversation up to a question, and the answer to this
 question, whose tokens are supervised.

@@ -205,7 +205,7 @@ def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
         image = Image.new("RGB", foreground.size, "white")
         image.paste(foreground, mask=foreground)
     elif image.mode == "P" and "transparency" in image.info:
-        # A direct conversion gives the same colours, but Pillow warns about byte transparency.
+        # A direct conversion gives the same colors, but Pillow warns about byte transparency.
         image = image.convert("RGBA")
     image = image if image.mode == "RGB" else image.convert("RGB")
     if transposition is not None:
@@ -229,7 +229,7 @@ def pad_to_square(
 
     Args:
         image: an RGB image.
-        fill: colour of the padding, one number per channel.
+        fill: color of the padding, one number per channel.
         size: side of the resized square in pixels.
         resample: a resampling filter of Pillow.
 

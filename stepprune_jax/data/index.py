@@ -29,7 +29,7 @@ from stepprune_jax.user_input import UserError, naming
 
 # Part of the cached file's name. It must change with the format or meaning of an index.
 _FORMAT_VERSION = 7
-# Conversations tokenised in one call: enough for all processor cores, few enough for a smooth bar.
+# Conversations tokenized in one call: enough for all processor cores, few enough for a smooth bar.
 _ROWS_PER_CALL = 256
 
 # Values of `Index.problem`.
@@ -140,7 +140,7 @@ class Index(NamedTuple):
 
 
 def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
-    """Checks all samples and lists their rows, without tokenising.
+    """Checks all samples and lists their rows, without tokenizing.
 
     Args:
         samples: the training file.

@@ -55,7 +55,7 @@ def open_corpus(
     """Reads a training file, and reports its contents and its skipped rows.
 
     Text-only samples are skipped, because they have nothing to prune. Missing images
-    and unreadable videos are reported before any text is tokenised. Token counts are cached in
+    and unreadable videos are reported before any text is tokenized. Token counts are cached in
     `source.index_folder`, so the next run with this file and tokenizer starts at once.
 
     Args:

@@ -25,7 +25,7 @@ def tokenize_with_images(
 ) -> list[int]:
     """Converts a prompt to ids with `IMAGE_TOKEN` at each image mark.
 
-    The text is split at the marks, and each piece is tokenised separately. A Llama tokenizer
+    The text is split at the marks, and each piece is tokenized separately. A Llama tokenizer
     therefore writes a separate blank at the end of the piece before an image and at the start of
     the piece after it. The prompt begins with the tokenizer's start tokens. End tokens that the
     tokenizer appends to every text are omitted, because a prompt contains its end tokens as text.

@@ -48,7 +48,7 @@ class DataSettings(Settings, path="config.data"):
             model's video processor, usually 2.
         num_frames: number of frames to sample of each video; None samples at a rate.
         stats_images: number of images and videos for the feature statistics. 0 leaves the features
-            of the policy and the noise gate unstandardised.
+            of the policy and the noise gate unstandardized.
         length_multiple: prompts are padded to a multiple of this number of ids.
         length_group: number of batches whose rows are sorted by length together; 1 sorts nothing.
         context_limit: longest conversation in tokens, including visual tokens.

@@ -2,7 +2,7 @@
 
 An evaluation fills a results table. A row of the table is a pruning method at one token budget.
 Rows that differ only in their budget share a label, such as "FastV": the name that the table shows.
-Methods without weights are labelled by `Pruner.label`. Each trained policy is a method as well; its
+Methods without weights are labeled by `Pruner.label`. Each trained policy is a method as well; its
 label is a key of `EvalSettings.rows`, or the name of the method for the policy of the run itself.
 """
 
@@ -307,7 +307,7 @@ def read_policies(
 ) -> dict[str, TrainedPruner]:
     """Loads the run's policy and the policies of `settings.rows`.
 
-    The run's policy, found by `own_policy`, is labelled by its method. It replaces a policy with
+    The run's policy, found by `own_policy`, is labeled by its method. It replaces a policy with
     this label in `settings.rows`. If the file of another policy is missing, the policy is skipped
     with a message.
 

@@ -181,8 +181,10 @@ def read_outcomes(
             group, key = _MME_TASKS.index(task), (answer.id,)
         elif benchmark == "pope":
             group, is_yes = [*pope.SPLITS].index(splits[answer.id]), pope.says_yes(answer.text)
-            wrong_outcome = _FALSE_POSITIVE if is_yes else _FALSE_NEGATIVE
-            value = float(int(is_yes) if grade else wrong_outcome)
+            right, wrong = (
+                (_TRUE_POSITIVE, _FALSE_POSITIVE) if is_yes else (_TRUE_NEGATIVE, _FALSE_NEGATIVE)
+            )
+            value = float(right if grade else wrong)
         units[(*key, group)].append(value)
     if not units:
         return None
@@ -233,8 +235,8 @@ def standard_error(outcomes: Outcomes) -> float | None:
 
     By the delta method, the error is the standard deviation of the units' influences / sqrt(u). An
     influence is the derivative of the score in the direction from the mean to the unit. The number
-    of units in each split or task is fixed, so only deviations from the mean influence of a group
-    count. For an accuracy of p percent, the error is sqrt(p (100 - p) / (u - 1)).
+    of units in each split or task is fixed, so the mean influence of each group is subtracted
+    first. For an accuracy of p percent, the error is sqrt(p (100 - p) / (u - 1)).
 
     Returns:
         The standard error, in the unit of the score; None if a group has fewer than two units.

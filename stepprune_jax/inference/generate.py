@@ -39,8 +39,8 @@ class Answer(NamedTuple):
         visual_tokens: number of visual tokens of the prompt's images before pruning.
         kept: number of visual tokens that remain after all pruning.
         kept_indices: for each image of the prompt, the raster indices of its kept tokens, from 0;
-            -1 for merged tokens. The order is the order of selection for methods that select
-            sequentially or by a score (`Ranker`), and the order of the row for other methods.
+            -1 for merged tokens. A `Ranker`, which selects one by one or by a score, gives them in
+            the order of selection. Other methods give them in the order of the model's input.
         grids: for each image of the prompt, rows and columns of its tokens before pruning; for a
             video, the number of its temporal patches, and rows and columns of each of them. The
             indices of the next temporal patch follow the indices of the patch before.
@@ -74,8 +74,9 @@ def kept_per_patch(indices: Sequence[int], grid: Sequence[int]) -> tuple[int, ..
         One count for each temporal patch, in the order of time.
     """
     num_patches = grid[0] if len(grid) == 3 else 1
-    patch_of = np.asarray([index for index in indices if index >= 0], int)
-    patch_of = patch_of // max(1, grid[-2] * grid[-1]) if num_patches > 1 else 0 * patch_of
+    unmerged = np.asarray([index for index in indices if index >= 0], int)
+    tokens_per_patch = max(1, grid[-2] * grid[-1])
+    patch_of = unmerged // tokens_per_patch if num_patches > 1 else np.zeros_like(unmerged)
     return tuple(np.bincount(patch_of, minlength=num_patches).tolist())
 
 
@@ -334,7 +335,8 @@ def generate(
         prompts: the user's text: for each prompt a question, or the turns of a conversation that
             ends with a question. A single text is one question. The chat template is added here.
         images: for each prompt its images and videos: a list of paths, bytes or Pillow images, and
-            of `Video`s; a single one without a list; or None. For a single text, its images.
+            of `Video`s. One image needs no list, and None means no image. If `prompts` is a single
+            text, the images of that text.
         pruner: how visual tokens are pruned, such as `FastV(budget=64)` or the result of
             `load_policy`; the default keeps all tokens.
         sampling: how tokens are sampled; greedy by default.

@@ -98,8 +98,8 @@ def read_request(
             question. `<image>` may mark the places of images; without marks, the images precede the
             text.
         images: for each prompt its images and videos: a list of paths, bytes of files or Pillow
-            images, and of `Video`s; a single one without a list; or None. The same path, bytes or
-            object is read and encoded once.
+            images, and of `Video`s. One image needs no list, and None means no image. The same
+            path, bytes or object is read and encoded once.
         system: replaces the system prompt of the model's template; None keeps the template's
             prompt.
         as_shown: whether images are turned by their EXIF orientation and get a white background;

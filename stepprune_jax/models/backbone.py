@@ -44,7 +44,7 @@ class Backbone(abc.ABC):
     * `settings` are the settings of the image processor; the family defines their type.
     * `Pixels` are preprocessed images: an array or a tuple of arrays with a leading axis of images;
       the family defines their type. They contain bytes, because bytes are a quarter of the size of
-      floats on the way to a device. `encode_image` normalises them.
+      floats on the way to a device. `encode_image` normalizes them.
     * A canonical name is the name of a weight in the family's published files. Other naming schemes
       are translated to it.
 
@@ -451,7 +451,7 @@ class Backbone(abc.ABC):
     def project(self, params: Params, features: Float[Array, "*b w"]) -> Float[Array, "*b e"]:
         """Maps visual tokens, token by token, to the width of the language model.
 
-        DeepStack features remain appended to each token. A merger mixes neighbouring tokens and is
+        DeepStack features remain appended to each token. A merger mixes neighboring tokens and is
         therefore part of `encode_image`; its last projection may be part of this function.
         """
 

@@ -250,7 +250,7 @@ class LlamaConfig:
         rope_interleaved: whether the sections take channel pairs in turn (see
             `rotary.pair_axes`) instead of consecutive channel pairs.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        qk_norm: whether each head's queries and keys are normalised before the rotation.
+        qk_norm: whether each head's queries and keys are normalized before the rotation.
     """
 
     vocab_size: int
@@ -355,7 +355,7 @@ class ModelConfig(abc.ABC):
         bos_token_id: begin-of-sequence id, or None.
         eos_token_ids: ids that end an answer.
         pad_token_id: padding id, or None.
-        normalisation: normalisation of image bytes, as the image processor's file defines it.
+        normalisation: normalization of image bytes, as the image processor's file defines it.
     """
 
     vision: Any

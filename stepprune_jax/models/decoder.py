@@ -67,7 +67,7 @@ class OutputSpec(NamedTuple):
             head.
             "hidden": [b, s, e] residual stream before a layer of the stage or after its last layer.
             "normed": [b, s, e] the same as "hidden", after the model's final norm.
-            "mlp_input": [b, s, e] normalised input of the block's MLP.
+            "mlp_input": [b, s, e] normalized input of the block's MLP.
             "attention": [b, h, q, s] float32 softmax weights of the queries at `query_index`, over
             the slots of the stage. The block after the stage is also supported.
             "scores": [b, h, q, s] float32 logits of "attention".
@@ -149,7 +149,7 @@ class LlamaAttention(nn.Module):
         """Computes the attention of one block.
 
         Args:
-            x: [b, s, e] normalised residual stream.
+            x: [b, s, e] normalized residual stream.
             context: rotary angles and masks.
             cached: keys and values of the layer's KV cache, each [b, h_kv, capacity, c].
             attention: see `Execution.attention`.

@@ -1,4 +1,4 @@
-"""Image code shared by the model families: processor files, normalisation, mixed-size batches."""
+"""Image code shared by the model families: processor files, normalization, mixed-size batches."""
 
 import math
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ _NORMALISATION = {
 
 
 def read_normalisation(folder: str | Path) -> Normalisation:
-    """Reads the byte normalisation from the image processor of a checkpoint folder.
+    """Reads the byte normalization from the image processor of a checkpoint folder.
 
     Raises:
         FileNotFoundError: the folder has no image processor file.
@@ -110,7 +110,7 @@ def read_normalisation(folder: str | Path) -> Normalisation:
 
 
 def describe_normalisation(normalisation: Normalisation) -> Json:
-    """Returns the image processor's JSON fields for a normalisation."""
+    """Returns the image processor's JSON fields for a normalization."""
     fields = write_fields(normalisation, _NORMALISATION)
     return {"do_rescale": True, "do_normalize": True, **fields}
 
@@ -120,7 +120,7 @@ def normalise(
 ) -> Float[Array | np.ndarray, "*b"]:
     """Normalises bytes: (byte * rescale - mean) / std.
 
-    Numpy arrays are normalised on the host, jax arrays in the program. Results on the host and on a
+    Numpy arrays are normalized on the host, jax arrays in the program. Results on the host and on a
     CPU equal `transformers` in every bit; results on an accelerator may differ in the last bits.
 
     Args:
@@ -131,7 +131,7 @@ def normalise(
     Returns:
         float32 values of the same shape.
     """
-    # `transformers` scales in float64 and normalises in float32; this order gives the same bits.
+    # `transformers` scales in float64 and normalizes in float32; this order gives the same bits.
     rescale, mean, std = (np.asarray(constant)[..., None] for constant in normalisation)
     scaled = (np.arange(256) * rescale).astype(np.float32)
     table = (scaled - mean.astype(np.float32)) / std.astype(np.float32)

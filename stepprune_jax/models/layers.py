@@ -28,7 +28,7 @@ class BlockOutput(NamedTuple):
         query: [b, h, t, c] queries after rotary positions.
         key: [b, g, t, c] keys after rotary positions.
         value: [b, g, t, c] values.
-        mlp_input: [b, t, width] normalised input of the MLP; None if the block does not return it.
+        mlp_input: [b, t, width] normalized input of the MLP; None if the block does not return it.
     """
 
     hidden: Float[Array, "b t width"]

@@ -151,7 +151,7 @@ def read_name(name: str) -> TargetName:
 
 
 def make_target(name: str) -> Target:
-    """Creates a target. May be called before or after jax has initialised its devices.
+    """Creates a target. May be called before or after jax has initialized its devices.
 
     Args:
         name: as in `read_name`.

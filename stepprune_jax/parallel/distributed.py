@@ -42,7 +42,7 @@ def use_cores(count: int) -> None:
 def start(environment: Mapping[str, str] = os.environ) -> None:
     """Connects the processes of a multi-process run. Does nothing for a single process.
 
-    Must be called before jax initialises its devices. If a process is lost, the remaining processes
+    Must be called before jax initializes its devices. If a process is lost, the remaining processes
     end after jax's heartbeat timeout, with a message that names the index of the lost process.
 
     Args:

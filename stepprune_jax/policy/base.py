@@ -25,7 +25,7 @@ class FeatureStats(NamedTuple):
     """Per-channel mean and variance of the frozen vision tower's features.
 
     Features of real towers are far from unit variance: some channels of CLIP are tens of times
-    wider than other channels. The noise gate preserves variance only for standardised features. The
+    wider than other channels. The noise gate preserves variance only for standardized features. The
     statistics are gathered once before training, then fixed, and saved with the policy.
 
     Attributes:
@@ -73,11 +73,11 @@ class Inputs(NamedTuple):
         image_mask: [b, n] True at real image tokens; None marks all tokens as real. Padding may
             hold any values and affects no result.
         text_mask: [b, l] True at real words; None marks all words as real.
-        stats: statistics that standardise the image tokens; None leaves them unscaled.
+        stats: statistics that standardize the image tokens; None leaves them unscaled.
         deep: [b, n, D] DeepStack features of the tokens, for the language model. Selectors do not
             read them. The noise gate applies the gate of each token to its deep features as well,
             so they cannot bypass the gate. None for a model without such features.
-        deep_stats: statistics that standardise the deep features.
+        deep_stats: statistics that standardize the deep features.
     """
 
     image: Float[AnyArray, "b n d"]
@@ -122,7 +122,7 @@ class Inputs(NamedTuple):
                 f"({batch_size}, l, {text_width}), the embeddings of the l words of each question"
             )
             if np.shape(self.text) == (batch_size, text_width):
-                expected_text += "; of one vector for each question, text[:, None]"
+                expected_text += "; for one vector for each question, give text[:, None]"
             text_shape = _require_array(
                 "text", self.text, (batch_size, None, text_width), expected_text
             )
@@ -157,7 +157,8 @@ def _require_array(
     """
     if not isinstance(value, AnyArray):
         kind = type(value).__name__
-        raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}")
+        hint = "; check the order of the arguments" if callable(value) else ""
+        raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}{hint}")
     has_shape = value.ndim == len(shape) and all(
         required_size in (None, size)
         for size, required_size in zip(value.shape, shape, strict=True)
@@ -504,7 +505,7 @@ class TrainAux(NamedTuple):
 
     Attributes:
         gated: result of the training pathway.
-        lm_loss: the language-modelling loss, without the length penalty.
+        lm_loss: the language-modeling loss, without the length penalty.
     """
 
     gated: Gated

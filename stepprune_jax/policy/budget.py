@@ -114,7 +114,7 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
     budgets (`batch_budget="probe"`), the surrogate is the mean probability of continuing over the
     last steps of the budget, times `PROBE_WEIGHT`. The loss multiplies its gradient by dL/dk +
     price, the cost of one more token at the budget. The policy thus learns to continue where one
-    more token lowers the language-modelling loss by more than its price.
+    more token lowers the language-modeling loss by more than its price.
 
     The decision at step t learns from budgets up to t / (1 - PROBE_WINDOW). Looking ahead matters
     if the first tokens only help together, as in a vote: a single next token is then never worth
@@ -240,7 +240,7 @@ def soft_budget(
 
     Args:
         config: policy configuration. With `soft_budget="straight_through"`, k is the number of kept
-            tokens with the gradient of `differentiable_count`, so the language-modelling loss can
+            tokens with the gradient of `differentiable_count`, so the language-modeling loss can
             change the count of a single image. With `"batch_mean"`, k is `running_count`.
         trajectory: the episodes.
         running_count: running mean of the number of kept tokens.

@@ -123,7 +123,7 @@ class PolicyConfig:
         decay: beta of Eq. (11).
         aggregation: reduction of the pointer rows to one score per token: the four rows of Table 4
             (b).
-        score_space: `"log"` polarises log s; `"linear"` polarises s, as printed.
+        score_space: `"log"` polarizes log s; `"linear"` polarizes s, as printed.
         polarisation_temperature: tau of Eq. (12), at the end of its annealing.
         polarisation_share: fraction of training over which tau is annealed from 2, by a cosine; 0
             disables annealing. A gate that is sharp from the start opens only the first guesses, so

@@ -61,7 +61,7 @@ def _pool_question(
 
     Args:
         params: policy weights.
-        text: [b, l, d] projected and normalised word embeddings.
+        text: [b, l, d] projected and normalized word embeddings.
         text_mask: [b, l] True at real words.
         gate: [] g_txt, a factor on the result.
 
@@ -135,7 +135,7 @@ def encode(
     Args:
         params: policy weights.
         config: policy configuration; with `text_width=0` text is not read.
-        inputs: image and question. The image is standardised by `inputs.stats`.
+        inputs: image and question. The image is standardized by `inputs.stats`.
         text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
 
     Returns:
@@ -155,7 +155,7 @@ def encode_with_query(
     Args:
         params: policy weights.
         config: policy configuration; with `text_width=0` text is not read.
-        inputs: image and question. The image is standardised by `inputs.stats`.
+        inputs: image and question. The image is standardized by `inputs.stats`.
         text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
 
     Returns:

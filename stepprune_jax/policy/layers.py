@@ -35,7 +35,7 @@ def compute_dtype(config: PolicyConfig, dtype: jnp.dtype) -> jnp.dtype:
 
 
 def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """Applies layer normalisation over the last axis, in at least float32; `bias` is optional."""
+    """Applies layer normalization over the last axis, in at least float32; `bias` is optional."""
     y = x.astype(score_dtype(x.dtype))
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + NORM_EPSILON)

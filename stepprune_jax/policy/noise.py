@@ -1,4 +1,4 @@
-"""Noise gate, Eq. (13), denoiser, Eq. (14), and standardisation of features."""
+"""Noise gate, Eq. (13), denoiser, Eq. (14), and standardization of features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def noise_gate(
 
     Args:
         key: PRNG key; consumed. Unused if `noise` is given, and may then be None.
-        x: [b, n, d] standardised tokens.
+        x: [b, n, d] standardized tokens.
         alpha: [b, n] gate of each token, in [0, 1].
         noise: [b, n, d] eps ~ N(0, I); sampled with `key` if None.
 
@@ -68,7 +68,7 @@ def denoise(
     """Denoises each token separately, Eq. (14): X^ = Denoise(X~; mask = diag).
 
     Under the diagonal mask the softmax has a single entry. Attention is then the linear map
-    W_o W_v LN(x), which needs no queries and keys. The block is initialised as the identity. Only
+    W_o W_v LN(x), which needs no queries and keys. The block is initialized as the identity. Only
     training uses it; at inference the language model reads the selected tokens unchanged.
     """
     weights, dtype = params["denoiser"], jnp.asarray(x).dtype

@@ -45,7 +45,7 @@ from stepprune_jax.policy.selection import encode_episode, roll_out
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import log_price_growth
 
-# Expected shape of the language-modelling loss, for error messages.
+# Expected shape of the language-modeling loss, for error messages.
 ONE_LOSS = "a scalar, the mean over the batch"
 
 
@@ -64,7 +64,7 @@ def gate(
 
     The steps are: encode tokens and question, select tokens step by step, sum the selection
     probabilities to one score per token, turn scores to gates in [0, 1] with SoftTopK, mix each
-    token with noise by its gate, and denoise. Features are standardised first and restored last.
+    token with noise by its gate, and denoise. Features are standardized first and restored last.
 
     Args:
         params: policy weights; a custom decoder defines `params["decoder"]`.
@@ -189,7 +189,7 @@ def train_loss(
         config: policy configuration.
         key: PRNG key; consumed.
         inputs: image and question, never the answer.
-        lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss []. Any
+        lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modeling loss []. Any
             differentiable function of the tokens can be used. Pass its frozen weights as arguments
             of the jitted training step: captured weights would be compiled in as constants.
         progress: progress of training.
@@ -213,12 +213,12 @@ def train_loss(
 def total_loss(
     config: PolicyConfig, gated: Gated, lm_loss: Float[Array, ""], length_weight: ArrayLike
 ) -> Float[Array, ""]:
-    """Adds the length penalty to the language-modelling loss, Eq. (15).
+    """Adds the length penalty to the language-modeling loss, Eq. (15).
 
     Args:
         config: policy configuration.
         gated: result of `gate`.
-        lm_loss: [] language-modelling loss on the gated tokens.
+        lm_loss: [] language-modeling loss on the gated tokens.
         length_weight: lambda, the weight of the penalty.
 
     Returns:
@@ -241,7 +241,7 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     Returns:
         Scalars by name:
 
-        * `lm_loss`: language-modelling loss, without the length penalty.
+        * `lm_loss`: language-modeling loss, without the length penalty.
         * `k_mean`, `k_std`, `k_floor`, `k_cap`: counts of the learned stop; see `stop_metrics`.
         * `k_soft`: expected number of kept tokens if the stop is sampled.
         * `alpha_in`, `alpha_out`, `iou`: gates of kept and dropped tokens; see `gate_metrics`.

@@ -1,4 +1,4 @@
-"""Parameter specifications: shape, initialiser and sharding axes of every weight."""
+"""Parameter specifications: shape, initializer and sharding axes of every weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepprune_jax.policy.jax_settings import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
 # "fan_in" is normal with variance 1 / fan-in; "token" is normal with standard deviation 0.02, the
-# initialisation of token embeddings in GPT-2.
+# initialization of token embeddings in GPT-2.
 Init = Literal["fan_in", "token", "ones", "zeros"]
 
 
@@ -29,7 +29,7 @@ class ParamSpec(NamedTuple):
         shape: shape of the array.
         axes: logical name of each axis for sharding, "embed", "heads", "hidden" or None; see
             `partition_rules`.
-        init: name of the initialiser.
+        init: name of the initializer.
     """
 
     shape: tuple[int, ...]

@@ -9,10 +9,10 @@ episode, and a step reads one row of that table, masked by the set.
 With one decoder layer, the pointer logits LN(z) W_q k_j / sqrt(d) follow directly, where
 z = x_i + W_o mixed + b_o. The projection and the norm's scale are folded into the keys,
 P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. If x, W_o and b_o are
-centred over the width, the norm's mean vanishes and l = (z P) / sigma(z) + c. Then x_i P is a table
-over pairs of slots and W_o P a matrix. A step is a masked softmax, three products with a vector,
-and an argmax. With more layers, only the first history is a table, and the pointer uses the folded
-keys.
+centered over the width, the norm's mean vanishes and l = (z P) / sigma(z) + c. Then x_i P is a
+table over pairs of slots and W_o P a matrix. A step is a masked softmax, three products with a
+vector, and an argmax. With more layers, only the first history is a table, and the pointer uses
+the folded keys.
 
 If an episode has far fewer steps than slots, tables over pairs of slots would cost more than they
 save. A step then computes the row that it reads.
@@ -315,7 +315,7 @@ def table_logits(
 def _one_layer_logits(tables: Tables, state: TableState) -> Float[Array, "b m"]:
     """Computes the pointer logits of a decoder with one layer: l = (z P) / sigma(z) + c.
 
-    z is the query plus its attention over the history, centred over the width, and sigma(z) its
+    z is the query plus its attention over the history, centered over the width, and sigma(z) its
     standard deviation. P and c are the folded keys and offsets of `Tables`. z P is the sum of a
     table row, for the query, and a product with the mixed values of the history.
 

@@ -61,7 +61,7 @@ def cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array,
 def _threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
     """Returns the threshold b at which the gates F(z_i - b) sum to k, in closed form.
 
-    Between two neighbouring sorted scores z_j <= b <= z_{j+1}, the sum of the gates (the mass) is
+    Between two neighboring sorted scores z_j <= b <= z_{j+1}, the sum of the gates (the mass) is
     n - j + (e^low e^-b - e^high e^b) / 2 with low = log sum_{i <= j} e^z_i and
     high = log sum_{i > j} e^-z_i.
 

@@ -53,8 +53,8 @@ def token_importance(
 
     The gate of a token scales it between the mean token and itself: mean + g (x - mean). The
     derivative is the inner product of the gradient of the token and x - mean, so one backward pass
-    gives the importance of all tokens. The square lets the few tokens that decide an answer
-    outweigh the sum of all others.
+    gives the importance of all tokens. The derivative is squared, so that the few tokens that
+    decide an answer outweigh the many others together.
 
     Args:
         loss_fn: maps all tokens [b, n, d] to the loss of each row, or to the sum of these losses.
@@ -107,10 +107,10 @@ def warm_start_loss(
 ) -> WarmStart:
     """Computes the loss that trains the pointer towards the importance of the tokens.
 
-    The policy samples an episode of `steps` tokens. With w_i the importance of token i, normalised
-    to sum 1 over the image, and A_t the tokens that are not chosen before step t, the loss is the
-    mean over steps of -sum_{i in A_t} w_i log p_t(i). Per step, this is the cross-entropy to the
-    renormalised importance of the remaining tokens, times the importance that remains.
+    The policy samples an episode of `steps` tokens. With w_i the importance of token i, scaled to
+    sum 1 over the image, and A_t the tokens that are not chosen before step t, the loss is the
+    mean over steps of -sum_{i in A_t} w_i log p_t(i). A step whose remaining tokens have little
+    importance therefore counts little.
 
     Args:
         params: policy weights; differentiate with respect to `params` only.
@@ -132,6 +132,7 @@ def warm_start_loss(
     target = normalize_importance(importance, inputs.real)
     num_rows, n = target.shape
     steps = min(steps, n)
+    # At temperature 1, tokens are drawn from the distribution that the loss trains.
     limits = Limits(budget=jnp.int32(steps), max_steps=steps, draw=1.0)
     episode = encode_episode(
         params,

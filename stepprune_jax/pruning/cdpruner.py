@@ -135,7 +135,7 @@ def grow_determinant(
     is never stored.
 
     Args:
-        unit_tokens: [r, n, e] n tokens of each row, normalised to length 1.
+        unit_tokens: [r, n, e] n tokens of each row, normalized to length 1.
         relevance: [r, n] relevance q of each token.
         is_token: [r, n] False at padding.
         part: [r, n] part of the image to which each token belongs, from 0. The parts take turns in

@@ -3,7 +3,7 @@
 Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens and the words after
 the image with the largest keys in layer K - 1. The pivots take turns: first the visual pivots, then
 the words, by descending size of their keys. In its turn, a pivot takes the visual tokens that
-are least similar to it. Similarity is the cosine between states before layer K, normalised by the
+are least similar to it. Similarity is the cosine between states before layer K, normalized by the
 model's final norm. The taken tokens and the visual pivots remain from layer K on and keep their
 position ids. The turns of the authors' program follow the order of a Python set of the pivots'
 positions, so it may keep other tokens.
@@ -92,7 +92,7 @@ class Dart(LayerPruner):
         If an image keeps more tokens, its earliest remaining tokens fill up the count.
 
         Args:
-            cut: the cut, with its two taps: keys and normalised hidden states.
+            cut: the cut, with its two taps: keys and normalized hidden states.
             sequence: the padded sequences at the cut; a slot is a position in them.
             taps: values of the taps by name.
             count: [b, j] number of tokens to keep of each image, including its pivots.

@@ -1,7 +1,7 @@
 """DivPrune: keeps tokens that are as far from one another as possible.
 
 Alvar et al. (https://arxiv.org/abs/2503.02175). The distance of two projected tokens is 1 minus
-the cosine between them. The first choice is the token with the most distant nearest neighbour.
+the cosine between them. The first choice is the token with the most distant nearest neighbor.
 Every further choice is the token whose nearest chosen token is most distant.
 """
 
@@ -52,7 +52,7 @@ def farthest_first(
     choice maximizes diversity * distance + (1 - diversity) * relevance.
 
     Args:
-        unit_tokens: [r, n, e] n tokens of each row, normalised to length 1.
+        unit_tokens: [r, n, e] n tokens of each row, normalized to length 1.
         is_candidate: [r, n] True at tokens that may be chosen; at least one in each row.
         steps: number t of tokens to choose; static.
         relevance: [r, n] relevance of each token; None chooses by distance only.

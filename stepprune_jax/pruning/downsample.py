@@ -26,7 +26,7 @@ class Downsample(Pruner):
     A budget of K tokens need not form a rectangle. The image is divided into about
     sqrt(K height / width) bands of equal height, whose numbers of cells differ by at most one. The
     cells of a band have equal width. A token that overlaps several cells contributes to each in
-    proportion to the overlap. A cell takes the position of the token at its centre.
+    proportion to the overlap. A cell takes the position of the token at its center.
     """
 
     name = "downsample"

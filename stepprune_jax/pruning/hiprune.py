@@ -1,9 +1,9 @@
-"""HiPrune: keeps the tokens that a middle block of the tower attends to, and their neighbours.
+"""HiPrune: keeps the tokens that a middle block of the tower attends to, and their neighbors.
 
 Liu et al. (https://arxiv.org/abs/2508.00553), following the authors' program. The score of a token
 in a block is the attention that it receives, averaged over heads and over all tokens of the image.
 *Anchors* are the best tokens of a block in the middle of the tower, which attends to objects.
-*Buffers* are the four neighbours of each anchor. *Registers* are the best other tokens of the block
+*Buffers* are the four neighbors of each anchor. *Registers* are the best other tokens of the block
 whose output is projected; they fill the budget. If images are split into tiles, every tile keeps
 an equal number of tokens.
 """
@@ -23,16 +23,16 @@ from stepprune_jax.pruning.ordering import by_score, in_turns, ranking_block, ti
 
 @dataclasses.dataclass(frozen=True)
 class HiPrune(Pruner):
-    """Keeps anchors with their neighbours, and registers.
+    """Keeps anchors with their neighbors, and registers.
 
-    As in the authors' program, neighbours outside the sequence are replaced by the first or the
-    last token, and a neighbour beyond the left or right border lies on the adjacent row. In tiles,
-    a token at a border has no neighbour beyond it, because padding may lie there.
+    As in the authors' program, neighbors outside the sequence are replaced by the first or the
+    last token, and a neighbor beyond the left or right border lies on the adjacent row. In tiles,
+    a token at a border has no neighbor beyond it, because padding may lie there.
 
     Attributes:
         object_layer: number of the block that ranks anchors, from 1; None for the authors' choice,
             9 of 24 with a class token and 16 of 32 without one, or the same relative depth.
-        alpha: fraction of the budget for anchors and their neighbours, in [0, 1].
+        alpha: fraction of the budget for anchors and their neighbors, in [0, 1].
     """
 
     object_layer: int | None = None
@@ -64,7 +64,7 @@ class HiPrune(Pruner):
         return Tap("received", layer - 1), Tap("received", last_block), *tile_taps(config)
 
     def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
-        """Keeps anchors, their neighbours and registers, in raster order.
+        """Keeps anchors, their neighbors and registers, in raster order.
 
         Args:
             inputs: inputs of the pruner. The taps are the attention that tokens receive in the
@@ -79,7 +79,7 @@ class HiPrune(Pruner):
         is_token = inputs.valid
         num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(len(is_token), jnp.int32)
         tokens_per_tile = inputs.count // num_tiles
-        # An anchor and its four neighbours take five tokens. `round` rounds halves to even.
+        # An anchor and its four neighbors take five tokens. `round` rounds halves to even.
         anchors_per_tile = jnp.round(tokens_per_tile * self.alpha / 5).astype(jnp.int32)
         num_anchors = num_tiles * anchors_per_tile
         anchor_order = by_score(object_attention, is_token)
@@ -91,7 +91,7 @@ class HiPrune(Pruner):
             is_near_anchor = with_neighbours_in_tiles(is_anchor, columns, *tile)
         else:
             is_near_anchor = with_neighbours(is_anchor, columns, is_token.sum(1))
-        # Attention is at most 1, so adding 2 puts anchors and neighbours before registers.
+        # Attention is at most 1, so adding 2 puts anchors and neighbors before registers.
         order = by_score(last_attention + 2 * is_near_anchor, is_token)
         order = in_turns(order, *tile) if tile else order
         return take(inputs.whole, order, inputs.count, capacity)
@@ -100,10 +100,10 @@ class HiPrune(Pruner):
 def with_neighbours(
     is_anchor: Bool[Array, "r n"], columns: Int[Array, "r"], num_tokens: Int[Array, "r"]
 ) -> Bool[Array, "r n"]:
-    """Marks anchors and their left, right, upper and lower neighbours.
+    """Marks anchors and their left, right, upper and lower neighbors.
 
-    As in the authors' program, the neighbours of token t are t - 1, t + 1, t - columns and
-    t + columns. A neighbour before the first token is replaced by the first token, and a neighbour
+    As in the authors' program, the neighbors of token t are t - 1, t + 1, t - columns and
+    t + columns. A neighbor before the first token is replaced by the first token, and a neighbor
     after the last token by the last token.
 
     Args:
@@ -112,7 +112,7 @@ def with_neighbours(
         num_tokens: [r] number of tokens of each image; the remaining slots are padding.
 
     Returns:
-        [r, n] True at anchors and neighbours.
+        [r, n] True at anchors and neighbors.
     """
     token_index, last_token = jnp.arange(is_anchor.shape[1])[None], num_tokens[:, None] - 1
     is_marked = is_anchor
@@ -133,7 +133,7 @@ def with_neighbours(
 def with_neighbours_in_tiles(
     is_anchor: Bool[Array, "r n"], columns: Int[Array, "r"], tile: Int[Array, "r n"]
 ) -> Bool[Array, "r n"]:
-    """Marks anchors and their left, right, upper and lower neighbours in the same tile.
+    """Marks anchors and their left, right, upper and lower neighbors in the same tile.
 
     The tokens of an image are the tokens of a square overview, followed by the rows of a larger
     version of the image that is split into tiles. Each of these rows ends with a separator token.
@@ -144,7 +144,7 @@ def with_neighbours_in_tiles(
         tile: [r, n] tile of each token: 0 for the overview, -1 for separators and padding.
 
     Returns:
-        [r, n] True at anchors and neighbours.
+        [r, n] True at anchors and neighbors.
     """
     n = is_anchor.shape[1]
     token_index, in_overview = jnp.arange(n)[None], tile == 0

@@ -51,7 +51,7 @@ class PruMerge(Pruner):
     patches_per_top: ClassVar[int] = 1
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects models without a class token, and a negative number of neighbours."""
+        """Rejects models without a class token, and a negative number of neighbors."""
         super().check(config, num_tokens)
         require_grid(config, self.name)
         class_token_block(config, self.name)

@@ -186,8 +186,8 @@ class SparseVLM(TextRated):
 
     Attributes:
         noise: upper bound of random numbers that are added to densities to break ties between
-            cluster centres; the same numbers for every image. With 0, ties remain, and two
-            neighbouring tokens may both be centres.
+            cluster centers; the same numbers for every image. With 0, ties remain, and two
+            neighboring tokens may both be centers.
     """
 
     noise: float = 1e-6
@@ -376,7 +376,7 @@ def recycle(
 ) -> tuple[Sequence, Bool[Array, "b s"]]:
     """Keeps the best tokens of each image, followed by clusters of the best dropped tokens.
 
-    A cluster becomes one token, the mean of its tokens, with the position ids of its centre.
+    A cluster becomes one token, the mean of its tokens, with the position ids of its center.
 
     Args:
         sequence: b padded sequences of s slots (positions), with j images each.
@@ -452,12 +452,12 @@ def cluster_and_merge(
     noise: float = 0.0,
     values: Float[Array, "m w"] | None = None,
 ) -> tuple[Float[Array, "g w"], Int[Array, "g"]]:
-    """Clusters tokens by density peaks and nearest neighbours (DPC-KNN), and averages clusters.
+    """Clusters tokens by density peaks and nearest neighbors (DPC-KNN), and averages clusters.
 
     The density of a token is exp(-mean squared distance to its `clusters` nearest tokens, including
     itself), plus noise. Its peak distance is the distance to the nearest denser token; the densest
     token gets the largest distance of all. The tokens with the largest product of density and peak
-    distance are centres. Every other token joins the nearest centre. Distances are Euclidean,
+    distance are centers. Every other token joins the nearest center. Distances are Euclidean,
     divided by sqrt(e). Ties go to the first token.
 
     Args:
@@ -470,13 +470,13 @@ def cluster_and_merge(
 
     Returns:
         [g, w] sum over each cluster divided by its size plus 1e-6, as in the authors' program; and
-        [g] index of the cluster's centre. Only the first `clusters` entries are defined.
+        [g] index of the cluster's center. Only the first `clusters` entries are defined.
     """
     x, m = x.astype(jnp.float32), x.shape[0]
     values = x if values is None else values.astype(jnp.float32)
     is_token, is_cluster = jnp.arange(m) < count, jnp.arange(max_clusters) < clusters
     distance = jnp.sqrt(jnp.sum(jnp.square(x[:, None] - x), axis=-1) / x.shape[1])
-    # The number of neighbours is the number of clusters, so the bound of both is `max_clusters`.
+    # The number of neighbors is the number of clusters, so the bound of both is `max_clusters`.
     nearest = -jax.lax.top_k(jnp.where(is_token, -distance, -_FAR), max_clusters)[0]
     sum_of_squares = jnp.sum(jnp.square(jnp.where(is_cluster, nearest, 0)), axis=1)
     density = jnp.exp(-sum_of_squares / jnp.maximum(clusters, 1)) + noise * _uniform(m)
@@ -487,7 +487,7 @@ def cluster_and_merge(
     centre = jax.lax.top_k(peak_score, max_clusters)[1]
     distance_to_centre = jnp.where(is_cluster[:, None], distance[centre], _FAR)
     cluster = jnp.argmin(distance_to_centre, axis=0)
-    # A centre belongs to its own cluster even if another centre has distance 0. Index m is out of
+    # A center belongs to its own cluster even if another center has distance 0. Index m is out of
     # bounds and therefore dropped.
     cluster = cluster.at[jnp.where(is_cluster, centre, m)].set(
         jnp.arange(max_clusters), mode="drop"

@@ -2,7 +2,7 @@
 
 Yang et al. (https://arxiv.org/abs/2503.18278), who published no program. The contribution is
 computed by optimal transport from the layer's inputs to the inputs of its MLP. The cost is a sum of
-feature distance, distance on the grid and distance from the centre of the image. The importance of
+feature distance, distance on the grid and distance from the center of the image. The importance of
 a token is the mass that it sends in Sinkhorn's algorithm. The most important tokens remain, and
 some evenly spaced other tokens, so that all parts of the image are represented.
 """
@@ -34,8 +34,8 @@ class TopV(LayerPruner):
         layer: the layer; later layers process only the remaining tokens.
         alpha: weight of the Euclidean distance between features.
         beta: weight of 1 - exp(-d^2 / (2 sigma^2)), where d is the distance on the grid.
-        gamma: weight of the source's distance from the centre of the grid.
-        sigma: length scale of neighbourhoods on the grid, in patches.
+        gamma: weight of the source's distance from the center of the grid.
+        sigma: length scale of neighborhoods on the grid, in patches.
         epsilon: weight of the entropy.
         iterations: number of iterations of Sinkhorn's algorithm.
         recover_every: one in this many kept tokens is taken evenly from the less important tokens;
@@ -155,7 +155,7 @@ class TopV(LayerPruner):
 
 
 def _grid_positions(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
-    """Returns the row and column of each visual token, and of the centre of its image."""
+    """Returns the row and column of each visual token, and of the center of its image."""
     image_index = jnp.maximum(sequence.image, 0)
     assert sequence.grid is not None  # there are images
     grid = jnp.take_along_axis(sequence.grid, image_index[..., None], axis=1)

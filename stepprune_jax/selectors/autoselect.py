@@ -178,7 +178,7 @@ def add_gumbel(
     The k best noisy scores of a row are a sample of k tokens without replacement.
 
     Args:
-        scores: [b, n] unnormalised log-probabilities.
+        scores: [b, n] unnormalized log-probabilities.
         key: PRNG key, one for all rows or one per row; None for a fixed key.
         temperature: sampling temperature; 0 returns the scores unchanged.
 
@@ -275,7 +275,7 @@ def order_by_marginal_relevance(
 
     Args:
         scores: [b, n] score of each token; scaled to [0, 1] in each row.
-        unit: [b, n, d] image tokens, normalised to length 1.
+        unit: [b, n, d] image tokens, normalized to length 1.
         real: [b, n] True at real tokens; at least one in each row.
         steps: number of tokens to order; static.
         diversity: weight of the cosine, in [0, 1].
@@ -337,7 +337,7 @@ class AutoSelect(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the language-modelling loss on the gated tokens; see `Selector.loss`."""
+        """Computes the language-modeling loss on the gated tokens; see `Selector.loss`."""
         gated = gate(self.params, self.config, key, inputs, progress, draw=self.draw)
         loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
         return loss, Aux({"lm_loss": loss} | metrics(gated, inputs.real))

@@ -84,7 +84,7 @@ class TrainedPruner(Pruner):
     Attributes:
         params: the weights; None for a method that is not trained yet.
         config: configuration, an instance of the class's `config_type`.
-        stats: statistics of the training features; None if the features are not standardised.
+        stats: statistics of the training features; None if the features are not standardized.
         stop_bias: number that is added to the stop logits of a method with a learned stop.
         calibration: table of stop biases and mean counts; None if it was not measured.
     """
@@ -126,7 +126,7 @@ class TrainedPruner(Pruner):
             key: PRNG key; consumed.
             config: configuration, an instance of the class's `config_type`.
             stats: statistics of the features, computed with `update_stats`; None skips
-                standardisation.
+                standardization.
             **options: other fields by name.
 
         Raises:
@@ -361,7 +361,7 @@ class Selector(TrainedPruner, Ranker):
         Args:
             key: PRNG key; consumed.
             inputs: image and question, never the answer.
-            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss.
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modeling loss.
             progress: progress of training, and the state after the previous batch.
 
         Returns:

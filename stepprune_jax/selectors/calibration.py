@@ -68,8 +68,8 @@ class StopCounts(NamedTuple):
         if self.at_floor >= _ALMOST_ALL:
             return (
                 f"the learned stop sits at the minimum: {self.at_floor:.0%} of the counts are the "
-                "minimum, no more than an exact budget; lower `length_weight` if more tokens help, "
-                "or give a budget"
+                "minimum, which is right if so few tokens suffice; if more tokens help, lower "
+                "`length_weight`, or give a budget"
             )
         return ""
 

@@ -40,7 +40,7 @@ class Remedies(NamedTuple):
         begin: how to train before RLOO, where subsets of tokens gain too little.
         use_rloo: how to continue with RLOO.
         read_question: how to make a policy read the question.
-        use_stats: how to standardise features.
+        use_stats: how to standardize features.
         sharpen: how to make the choices of a saturated policy vary.
         compare_draws: how to compare sampling temperatures.
     """
@@ -91,7 +91,7 @@ class Diagnosis(NamedTuple):
         accuracy: fraction of right answers for the same cases; empty if answers are not judged.
         entropy: mean entropy in nats of the distributions that the tokens are chosen from.
         agreement: mean fraction of the kept tokens that also have the largest training gates.
-        findings: problems, each with a remedy; empty if nothing was found.
+        findings: problems, each with a remedy; empty if no problem was found.
         stops: counts of the learned stop; None for a method without one.
     """
 
@@ -112,7 +112,7 @@ class Diagnosis(NamedTuple):
         lines.append(f"entropy {self.entropy:.2f} nats; agreement {self.agreement:.2f}")
         if self.stops:
             lines.append(str(self.stops))
-        return "\n".join([*lines, *(self.findings or ("nothing found",))])
+        return "\n".join([*lines, *(self.findings or ("no problem found",))])
 
 
 def describe(

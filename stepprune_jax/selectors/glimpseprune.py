@@ -112,7 +112,7 @@ class GlimpsePruneConfig(Settings, path="GlimpsePruneConfig"):
 def rms_norm(
     scale: Float[Array, "d"], x: Float[Array, "*b d"], eps: float | int
 ) -> Float[Array, "*b d"]:
-    """Applies RMS normalisation over the last axis."""
+    """Applies RMS normalization over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * scale
 
 

@@ -306,7 +306,7 @@ class Policy(Selector):
             key: PRNG key; consumed.
             image: [b, n, d] image tokens.
             text: [b, l, e] word embeddings of the question, never of the answer.
-            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss [].
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modeling loss [].
             **options: see `LossOptions`.
 
         Returns:
@@ -349,8 +349,8 @@ class Policy(Selector):
             key: PRNG key; consumed.
             image: [b, n, d] image tokens.
             text: [b, l, e] word embeddings of the question, never of the answer.
-            answer_loss_fn: maps subsets of kept tokens, with leaves [b, g, ...], to the mean loss
-                of the answer's tokens for each subset, [b, g].
+            answer_loss_fn: maps a `Pruned` of g subsets, whose arrays are [b, g, ...], such as
+                tokens [b, g, k, d], to the mean loss of the answer's tokens, [b, g].
             settings: number and sizes of the subsets; None for the defaults of
                 `stepprune_jax.RlooSettings`: 8 subsets, of at most 11 % of the tokens.
             **masks: `image_mask` [b, n] and `text_mask` [b, l], True at real tokens and words.
@@ -362,7 +362,7 @@ class Policy(Selector):
             ValueError: the method samples no subsets, `answer_loss_fn` returned losses of another
                 shape than [b, g], or an error of all functions of `Policy`.
         """
-        self._check_names("rloo_loss", masks, ())
+        self._check_names("rloo_loss", masks, ("settings",))
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
@@ -432,7 +432,7 @@ class Policy(Selector):
         Raises:
             ValueError: an error of `rloo_loss`.
         """
-        self._check_names("measure_subset_gain", masks, ())
+        self._check_names("measure_subset_gain", masks, ("settings",))
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
@@ -464,7 +464,7 @@ class Policy(Selector):
             image: [b, n, d] image tokens of questions that were not used for training. With some
                 hundred rows, differences of one percent are significant.
             text: [b, l, e] word embeddings of the questions. The other question of a row is the
-                question of its neighbour.
+                question of its neighbor.
             budgets: numbers of tokens to keep; one diagnosis each.
             key: PRNG key of the random tokens; consumed.
             recipe: "gate" for a policy that was trained with `train_loss`, "rloo" for one that was
@@ -480,7 +480,7 @@ class Policy(Selector):
         """
         expect("recipe", recipe, recipe in ("", "gate", "rloo"), "gate or rloo, or nothing")
         _expect_function("loss_fn", loss_fn)
-        self._check_names("diagnose", masks, ())
+        self._check_names("diagnose", masks, ("key", "recipe"))
         inputs = self._read_inputs(image, text, dict(masks))
         is_list = isinstance(budgets, Sequence) and len(budgets) > 0
         is_valid = is_list and all(map(is_integer, budgets))

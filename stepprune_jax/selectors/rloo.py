@@ -51,7 +51,7 @@ def subsets_suffice(gain: float, error: float) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RlooSettings(Settings, path="config.rloo"):
+class RlooSettings(Settings, path="RlooSettings"):
     """Settings of RLOO; `training.RlooTraining` adds learning rates and a price for a run.
 
     Attributes:
@@ -205,9 +205,9 @@ def rloo_loss(
     the geometric mean probability of the answer's tokens. The advantage of a subset is its reward
     minus the mean reward of the question's other subsets.
 
-    Subsets have at most `settings.longest` of an image's tokens, so rewards cannot teach the stop
-    beyond that size. The price can: it is the expected price of all tokens that the learned stop
-    would keep of an image, up to the method's limit T_max.
+    Subsets have at most `settings.longest` of an image's tokens, so rewards teach the learned stop
+    nothing about larger counts. The price of the stop does: it is the expected price of all tokens
+    that the stop would keep, up to the method's limit T_max.
 
     Args:
         method: the method to train; differentiate with respect to its weights only.

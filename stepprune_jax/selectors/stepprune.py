@@ -52,8 +52,12 @@ class StepPrune(Policy):
 
     Attributes:
         budget: an exact count or fraction; a mean count, which needs a calibration; or "adaptive"
-            for the learned stop.
+            for the learned stop, which None selects as well.
+        params: the weights; None before training.
         config: configuration of the policy.
+        stats: statistics of the training features; None if the features are not standardized.
+        stop_bias: number that is added to the stop logits; a higher number keeps fewer tokens.
+        calibration: table of stop biases and mean counts; None if it was not measured.
         group: number of tokens per pointer distribution; None for the configuration's number.
         seed: seed of the sampled tokens.
         draw: sampling temperature, 0 for no sampling; None for the configuration's temperature.

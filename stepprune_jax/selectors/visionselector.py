@@ -156,12 +156,12 @@ class VisionSelector(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the language-modelling loss plus the distance of the gates from 0 and 1.
+        """Computes the language-modeling loss plus the distance of the gates from 0 and 1.
 
         Args:
             key: not used.
             inputs: image and question, never the answer.
-            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss.
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modeling loss.
             progress: progress of training; sets the weight of the distance.
 
         Returns:

@@ -1,6 +1,6 @@
 """OpenAI's chat interface over HTTP: routes, streams and error responses.
 
-Work for a client that disconnects is cancelled.
+Work for a client that disconnects is canceled.
 """
 
 import asyncio
@@ -534,7 +534,7 @@ async def _cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # Waits until both are cancelled.
+        await asyncio.gather(*tasks, return_exceptions=True)  # Waits until both are canceled.
 
 
 def _format_logprobs(position: TokenLogprobs) -> dict[str, Any]:

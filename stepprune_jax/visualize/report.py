@@ -391,7 +391,7 @@ def _draw_line(
 
 
 def _set_log_ticks(axes: Axes, values: Sequence[float | int], labels: Sequence[str]) -> None:
-    """Makes the horizontal axis logarithmic, with labelled ticks at `values` only."""
+    """Makes the horizontal axis logarithmic, with labeled ticks at `values` only."""
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(FixedLocator(values))

@@ -39,15 +39,15 @@ def write(root, pairs):
 @pytest.mark.parametrize(
     "prediction, people, expected",
     [
-        # All ten people agree, so nothing is normalised.
+        # All ten people agree, so nothing is normalized.
         ("Yes", ["yes"] * 10, 0),
         ("2.", ["2"] * 10, 0),
         ("new\tyork\n", ["new york"] * 10, 1),
-        # They disagree, so prediction and answers are normalised.
+        # They disagree, so prediction and answers are normalized.
         ("Yes.", ["yes"] * 9 + ["no"], 1),
         ("Two", ["2"] * 2 + ["two"] + ["no"] * 7, 0.9),
         ("the kite", ["a kite"] + ["bird"] * 9, 0.3),
-        # Answers that differ only before normalisation count as disagreement.
+        # Answers that differ only before normalization count as disagreement.
         ("KITE", ["Kite"] * 9 + ["kite"], 1),
     ],
 )

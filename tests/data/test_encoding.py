@@ -48,7 +48,7 @@ def test_ids_without_an_embedding_are_refused(tokenizer):
 
 
 def labels_by_counting(tokenizer, turns, images, legacy):
-    """Returns labels as LLaVA computes them, by tokenising each round and each instruction."""
+    """Returns labels as LLaVA computes them, by tokenizing each round and each instruction."""
     prompt = Llava.conversation([Llava.place_images(turns[0], images), *turns[1:]])
     labels = tokenize_with_images(tokenizer, prompt)
     total, position = len(labels), 1

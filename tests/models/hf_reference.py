@@ -146,7 +146,7 @@ def qwen_inputs(pair, ids, processed=None, numbers=()):
 
 
 def assert_patches_equal(values, processed):
-    """Asserts that normalised patches of a Qwen equal the reference's, and are padded by zeros."""
+    """Asserts that normalized patches of a Qwen equal the reference's, and are padded by zeros."""
     counts = processed["image_grid_thw"].numpy().prod(1)
     expected_patches = np.split(processed["pixel_values"].numpy(), np.cumsum(counts)[:-1])
     for patches, expected in zip(values, expected_patches, strict=True):

@@ -42,7 +42,7 @@ def small_literal(**fields):
 
 
 def random_weights(rng, config, scale=0.5):
-    """Returns random float64 weights, also for leaves that are initialised to zero or one."""
+    """Returns random float64 weights, also for leaves that are initialized to zero or one."""
 
     def random_leaf(spec):
         return (spec.init == "ones") + scale * rng.standard_normal(spec.shape)

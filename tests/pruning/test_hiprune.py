@@ -39,7 +39,7 @@ def test_images_of_any_size_equal_a_plain_loop(alpha):
 
 
 def test_neighbours_beyond_a_border_worked_by_hand():
-    """Of 3 x 3, the anchor 0 has 1 and 3, and its missing neighbours are 0; 2 has 1, 3 and 5."""
+    """Of 3 x 3, the anchor 0 has 1 and 3, and its missing neighbors are 0; 2 has 1, 3 and 5."""
     deep = np.float32([[0.0, 0.1, 0.2, 0.3, 0.9, 0.5, 0.6, 0.7, 0.8]])
     for anchor, count, chosen in ((0, 3, [0, 1, 3]), (2, 5, [0, 1, 2, 3, 5]), (8, 4, [5, 7, 8])):
         shallow = np.eye(9, dtype=np.float32)[[anchor]]
@@ -63,7 +63,7 @@ def in_tiles(plan, side):
 
 
 def plain_in_tiles(shallow, deep, places, share, alpha):
-    """The same in each tile, without neighbours beyond its border."""
+    """The same in each tile, without neighbors beyond its border."""
     kept = []
     for tile in range(max(tile for tile, _, _ in places) + 1):
         of_tile = [i for i, place in enumerate(places) if place[0] == tile]

@@ -103,7 +103,8 @@ def test_the_gain_of_random_tokens_is_judged_as_the_gain_of_subsets(gain, is_eno
 def test_differences_within_their_standard_error_are_ignored():
     difference = np.tile([4.0, -2.0], B // 2)  # mean 1, deviation 3: 2.7 errors of 64, 0.9 of 8
     losses = {name: np.full(B, value) for name, value in LOSSES.items()}
-    assert not describe(4, losses | {RANDOM: losses[POLICY] + difference}, 1.0, 1.0).findings
+    diagnosis = describe(4, losses | {RANDOM: losses[POLICY] + difference}, 1.0, 1.0)
+    assert not diagnosis.findings and str(diagnosis).endswith("\nno problem found")
     without_gain = losses | {NONE: losses[ALL] + difference / 10, POLICY: losses[ALL]}
     assert not describe(4, without_gain, 1.0, 1.0).findings
     (finding,) = describe(4, {name: x[:8] for name, x in without_gain.items()}, 1.0, 1.0).findings

@@ -51,18 +51,18 @@ def test_modules_keep_what_the_policy_keeps(config, how):
 def test_a_step_of_nnx_changes_only_weights_and_uses_the_policys_gradient():
     policy = new_policy()
     selector = sp_nnx.NNXPolicy(policy)
-    optimiser = nnx.Optimizer(selector, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(selector, optax.sgd(0.1), wrt=nnx.Param)
 
     def selector_loss(selector):
         return selector.train_loss(jax.random.key(3), IMAGE, TEXT, mean_square)[0]
 
     @nnx.jit
-    def step(selector, optimiser):
+    def step(selector, optimizer):
         grads = nnx.grad(selector_loss)(selector)
-        optimiser.update(selector, grads)
+        optimizer.update(selector, grads)
         return grads
 
-    grads = nnx.to_pure_dict(step(selector, optimiser))["params"]
+    grads = nnx.to_pure_dict(step(selector, optimizer))["params"]
 
     expected = jax.jit(jax.grad(lambda x: selector_loss(policy.replace(params=x))))(policy.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), grads, expected)

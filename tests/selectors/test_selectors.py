@@ -13,9 +13,16 @@ from stepprune_jax import policy as functions
 from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, PolicyConfig
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.registry import build_pruner, selector_of
-from stepprune_jax.selectors import AutoSelect, AutoSelectConfig, StepPrune, autoselect
+from stepprune_jax.selectors import (
+    AutoSelect,
+    AutoSelectConfig,
+    RlooSettings,
+    StepPrune,
+    autoselect,
+)
 from stepprune_jax.selectors.base import nonzero_tokens
 from stepprune_jax.selectors.calibration import calibrate, read_calibration
+from stepprune_jax.training import RlooTraining
 from stepprune_jax.user_input import UserError
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
@@ -139,6 +146,35 @@ def test_unknown_keywords_are_refused(policy, world):
     ):
         with pytest.raises(TypeError, match=r"has no option 'text_msk'; .* mean text_mask\?"):
             call(text_msk=None)
+
+
+def test_a_message_lists_the_options_of_the_function(policy, world):
+    image, text = world
+    subsets = jax.random.key(0), image, text, lambda kept: jnp.zeros(kept.count.shape)
+    for call, options in (
+        (functools.partial(policy.rloo_loss, *subsets), "settings, image_mask, text_mask"),
+        (functools.partial(policy.measure_subset_gain, *subsets), "settings, image_mask"),
+        (functools.partial(policy.diagnose, subsets[-1], image, text, [2]), "key, recipe, image"),
+    ):
+        with pytest.raises(TypeError, match=f"has no option 'longest'; its options: {options}"):
+            call(longest=0.5)
+
+
+def test_settings_in_python_are_not_named_as_fields_of_a_run():
+    with pytest.raises(ValueError, match=r"^RlooSettings.longest is 4.*, expected a share in"):
+        RlooSettings(longest=4.0)
+    with pytest.raises(ValueError, match=r"^config.rloo.longest is 4.*, expected a share in"):
+        RlooTraining(longest=4.0)
+
+
+def test_arguments_in_another_order_and_text_without_words_are_explained(world):
+    image, text = world
+    message = "text is a function, expected an array .*; check the order of the arguments$"
+    with pytest.raises(ValueError, match=message):
+        Inputs(image, lambda kept: kept).check(16, 8)
+    message = r"question; for one vector for each question, give text\[:, None\]$"
+    with pytest.raises(ValueError, match=message):
+        Inputs(image, text[:, 0]).check(16, 8)
 
 
 def test_a_mean_at_a_bound_warns():

@@ -39,7 +39,9 @@ def test_a_bound_is_a_finding_and_a_warning(caplog):
             log_stops(stops)
         findings[name] = stops.finding
         assert f"the learned stop sits at {name}: 100% of the counts" in stops.finding
-    assert "raise `length_weight`" in findings["T_max"] and "lower" in findings["the minimum"]
+    assert "raise `length_weight`" in findings["T_max"]
+    # One token may suffice, so the minimum alone is no fault.
+    assert "right if so few tokens suffice; if more tokens help, lower" in findings["the minimum"]
     # An image with a single possible count is not at a bound.
     assert not describe_counts(shortest, shortest, shortest, num_tokens).finding
     # Nine of ten rows at a bound are reported, eight of ten are not.

@@ -40,7 +40,7 @@ def test_scores_equal_the_reference_for_any_image_size():
         np.testing.assert_allclose(
             actual[row, :size], reference_scores(weights, tokens[row, :size]), atol=1e-5
         )
-    # Statistics standardise the inputs of the scorer.
+    # Statistics standardize the inputs of the scorer.
     stats = FeatureStats(jnp.full(6, 2.0), jnp.full(6, 4.0), jnp.float32(1))
     actual = scores(weights, Inputs(2 * tokens + 2, stats=stats))
     np.testing.assert_allclose(actual, scores(weights, Inputs(tokens)), rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ def yes(value):
 
 
 def matching(scene, words):
-    """Returns the shapes that match a description: a colour, a kind, both, or "shapes"."""
+    """Returns the shapes that match a description: a color, a kind, both, or "shapes"."""
     shapes = []
     for shape in scene.shapes:
         plural = {"crosses"} if shape.kind == "cross" else {shape.kind + "s"}

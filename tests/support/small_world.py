@@ -62,7 +62,7 @@ def write_split(folder, name, pictures, seed):
 
 
 def random_params(specs, seed):
-    """Returns large random weights, without compiling an initialiser.
+    """Returns large random weights, without compiling an initializer.
 
     With such weights a policy's distributions are sharp, so its counts differ between images.
     """

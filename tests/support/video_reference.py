@@ -51,7 +51,7 @@ class Processed(NamedTuple):
     """A video after the reference's processor.
 
     Attributes:
-        pixels: [patches, values] normalised values.
+        pixels: [patches, values] normalized values.
         grid: [1, 3] temporal patches, rows and columns of patches.
         seconds: seconds between two temporal patches.
         metadata: rate and indices of the frames.
@@ -81,7 +81,7 @@ def process(
     frames: np.ndarray,
     metadata: VideoMetadata,
 ) -> Processed:
-    """Resizes and normalises sampled frames, and cuts them into patches."""
+    """Resizes and normalizes sampled frames, and cuts them into patches."""
     vision = config.vision
     num_frames, height, width, _ = frames.shape
     bounds = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}

@@ -32,7 +32,7 @@ def preprocess_clip(
     settings=LlavaImageSettings(),  # noqa: B008  it is frozen
     normalisation=Normalisation(),  # noqa: B008
 ):
-    """Returns the normalised pixels [3, height, width] of an RGB image, as input of CLIP."""
+    """Returns the normalized pixels [3, height, width] of an RGB image, as input of CLIP."""
     return normalise(normalisation, resize(image, settings, normalisation), -3)
 
 

@@ -1,6 +1,6 @@
 """LLaVA's image processor: optional padding to a square, resizing with Pillow, and a center crop.
 
-After normalisation, every number equals the Pillow image processor of ``transformers`` bit for bit.
+After normalization, every number equals the Pillow image processor of ``transformers`` bit for bit.
 The resampling of torchvision differs from Pillow by up to one gray level.
 """
 
@@ -164,7 +164,7 @@ def resize(image: Image.Image, settings: LlavaImageSettings, normalisation: Norm
     Args:
         image: RGB image of any size.
         settings: settings of the image processor.
-        normalisation: normalisation of the bytes, which defines the color of the padding.
+        normalisation: normalization of the bytes, which defines the color of the padding.
 
     Returns:
         [3, crop_to, crop_to] uint8 pixels.

@@ -117,7 +117,7 @@ def embed_patches(
     Args:
         params: weights of the tower.
         config: shape of the tower.
-        pixels: [i, 3, H, W] normalised images.
+        pixels: [i, 3, H, W] normalized images.
 
     Returns:
         [i, t, d] the class token, then the patches in raster order, after the first norm.
@@ -198,7 +198,7 @@ def encode(
     Args:
         params: weights of the tower.
         config: shape of the tower.
-        pixels: [i, 3, H, W] normalised images.
+        pixels: [i, 3, H, W] normalized images.
         layer: number of the hidden state: 0 is the embedding, -1 the output of the last block.
         taps: intermediates to return; n is the number of patches.
             "hidden": [i, n+1, d] hidden state, the class token first.

@@ -1,7 +1,7 @@
 """LLaVA-NeXT's image processor: an image becomes an overview and the tiles of a larger version.
 
 The overview is the image resized to the side of a tile. The larger version is resized to fit one of
-the model's sizes, padded with black, and cut into tiles, row by row. After normalisation, every
+the model's sizes, padded with black, and cut into tiles, row by row. After normalization, every
 number equals the Pillow image processor of ``transformers`` bit for bit.
 """
 

@@ -1,7 +1,7 @@
 """Image processor of the Qwen-VL families: an image becomes patches, at its own size.
 
 An image is resized and cut into patches. Its sides become multiples of a merged patch and its area
-is kept within limits. After normalisation, every number equals the Pillow image processor of
+is kept within limits. After normalization, every number equals the Pillow image processor of
 ``transformers`` bit for bit. The processor of ``transformers`` repeats an image as the second frame
 of its patches; here patches have one frame, and the tower reads this frame twice.
 """
@@ -94,12 +94,12 @@ class Patches(NamedTuple):
     """Images as patches; the `Pixels` of the Qwen-VL families.
 
     Attributes:
-        values: [i, m, v] values of the patches: bytes, or float32 after normalisation. The patches
+        values: [i, m, v] values of the patches: bytes, or float32 after normalization. The patches
             of a merged patch are consecutive, and merged patches have raster order. The v values of
             a patch run over (channel, row, column), or over (frame, channel, row, column) in a
             batch with videos. Images are padded with zeros to m patches.
         grid: [i, 2] rows and columns of merged patches. A temporal patch of a video is one row i.
-        of_video: [i] True = temporal patch of a video, whose bytes `transformers` normalises with
+        of_video: [i] True = temporal patch of a video, whose bytes `transformers` normalizes with
             other roundings; None without videos.
     """
 

@@ -6,7 +6,7 @@ have global attention. A merger turns each square of patches into a token.
 
 Patches are ordered by window, so the patches of a window are consecutive; their number is at most
 the number of a complete window. The sequence of patches is cut into chunks of that length. The
-window of a patch then lies in the chunk of the patch and the two neighbouring chunks, wherever
+window of a patch then lies in the chunk of the patch and the two neighboring chunks, wherever
 windows begin. Windows need no padding.
 """
 
@@ -179,7 +179,7 @@ def _attend_in_windows(
             Three arrays [i * num_chunks, ...] with `max_length` patches along the axis.
         """
         pad_widths = [(0, 0)] * x.ndim
-        # The first and the last chunk get an empty neighbour.
+        # The first and the last chunk get an empty neighbor.
         pad_widths[axis] = (max_length, padding + max_length)
         x = jnp.pad(x, pad_widths, constant_values=fill)
         chunks = x.reshape(*x.shape[:axis], num_chunks + 2, max_length, *x.shape[axis + 1 :])
@@ -220,7 +220,7 @@ class QwenVisionAttention(nn.Module):
         """Computes the attention of one block.
 
         Args:
-            x: [i, m, d] normalised residual stream in window order.
+            x: [i, m, d] normalized residual stream in window order.
             context: rotary angles and windows.
             is_global: whether patches attend to the entire image; a Python bool if blocks are
                 unrolled.
@@ -318,7 +318,7 @@ def embed_patches(
     Args:
         params: weights of the tower; its patch embedding may have a bias.
         config: shape of the tower.
-        values: [i, m, v] normalised values of each patch, either of one frame, which is used as
+        values: [i, m, v] normalized values of each patch, either of one frame, which is used as
             every frame, or of all frames.
 
     Returns:
@@ -356,7 +356,7 @@ def encode(
     Args:
         params: weights of the model.
         config: shape of the tower.
-        pixels: images; their values are normalised.
+        pixels: images; their values are normalized.
         taps: intermediates to return, per merged patch in raster order.
             "received": [i, n] float32 attention that a merged patch receives in a block with global
             attention, averaged over heads, over all patches of the image as queries, and over the

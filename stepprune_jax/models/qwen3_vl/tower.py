@@ -243,7 +243,7 @@ def encode(
     Args:
         params: weights of the model.
         config: shape of the tower.
-        pixels: images; their values are normalised.
+        pixels: images; their values are normalized.
         taps: intermediates to return; see `qwen2_5_vl.tower.encode`. Every block supports
             "received".
         execution: how the blocks are run.

@@ -53,7 +53,7 @@ def wide_qwen(tmp_path_factory):
         rope_scaling=raw["rope_scaling"] | {"mrope_section": [4, 6, 6]},
         vision_config=raw["vision_config"] | {"out_hidden_size": 64},
     )
-    # vLLM normalises pixels only if the file says so, as published files do.
+    # vLLM normalizes pixels only if the file says so, as published files do.
     file = folder / "preprocessor_config.json"
     normalisation = {
         "do_rescale": True,
