@@ -109,7 +109,7 @@ class ChatApp:
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={404: _refuse_path},
+            exception_handlers={404: _refuse_path, 405: _refuse_method},
             lifespan=self._lifespan,
         )
 
@@ -582,6 +582,15 @@ def _refuse_path(request: Request, _: Exception) -> Response:
     """Returns the error response to a path that the server does not have."""
     paths = "/v1/chat/completions, /v1/models, /health and /metrics"
     return _error_response(RequestError(404, f"no {request.url.path}, the server has {paths}"))
+
+
+def _refuse_method(request: Request, _: Exception) -> Response:
+    """Returns the error response to a method that a path does not have."""
+    expected = "POST" if request.url.path == "/v1/chat/completions" else "GET"
+    message = f"the method of {request.url.path} is {request.method}, expected {expected}"
+    response = _error_response(RequestError(405, message))
+    response.headers["allow"] = expected
+    return response
 
 
 def _error_response(error: RequestError) -> Response:

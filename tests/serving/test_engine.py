@@ -408,6 +408,9 @@ def test_requests_below_v1_need_the_key_of_the_server(llava_model, fake):
         unknown_path = httpx2.get(f"{address}/v1/responses", headers=valid_headers)
         assert unknown_path.status_code == 404
         assert "the server has /v1/chat/completions" in unknown_path.json()["error"]["message"]
+        wrong_method = httpx2.get(f"{address}/v1/chat/completions", headers=valid_headers)
+        assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+        assert "is GET, expected POST" in wrong_method.json()["error"]["message"]
         refused = httpx2.post(f"{address}/v1/chat/completions", content=b"x")
         assert "expected Authorization: Bearer KEY" in refused.json()["error"]["message"]
         assert read_metrics(address)['requests_total{status="401"}'] == 4
