@@ -21,12 +21,13 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli import model_flags
 from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.cli.flags.serve import NAME, parse
+from stepprune_jax.extras import end_interrupted
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget
 from stepprune_jax.registry import resolve_pruner
 from stepprune_jax.serving.app import ChatApp
-from stepprune_jax.serving.batching import Metrics
+from stepprune_jax.serving.batching import Metrics, has_worker
 from stepprune_jax.serving.engine import EngineBackend
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import LocalBackend
@@ -37,6 +38,8 @@ from stepprune_jax.user_input import UserError, expect, naming
 # Seconds that a connection may be idle. A shorter time would close connections that a busy client
 # is about to use again.
 KEEP_ALIVE = 75
+# Seconds after an interrupt until the requests that are still answered are cancelled.
+_GRACE_SECONDS = 10
 _logger = logging.getLogger("stepprune_jax.serving")  # __name__ may be "__main__".
 
 
@@ -150,6 +153,8 @@ def _request_limits(flags: argparse.Namespace) -> RequestLimits:
 def main(argv: Sequence[str] | None = None) -> None:
     """Loads the model, and serves chats until the process is interrupted.
 
+    Ends the process with status 130 if a program is still compiled then.
+
     Args:
         argv: command-line arguments; None reads the arguments of the process.
     """
@@ -160,9 +165,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         port=port,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
         timeout_keep_alive=KEEP_ALIVE,
     )
+    if has_worker():  # The interpreter would wait until a program is compiled.
+        end_interrupted(NAME)
 
 
 def command() -> None:

@@ -320,8 +320,8 @@ class Backbone(abc.ABC):
 
     @property
     def reads_videos(self) -> bool:
-        """Whether the model reads videos: whether its family defines `read_video`."""
-        return type(self).read_video is not Backbone.read_video
+        """Whether the model reads videos, by its configuration."""
+        return self.config.reads_videos
 
     def no_videos(self) -> NoVideosError:
         """Returns the error of a model that reads no videos. The message names who reads them."""

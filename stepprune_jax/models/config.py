@@ -410,6 +410,11 @@ class ModelConfig(abc.ABC):
         return False
 
     @property
+    def reads_videos(self) -> bool:
+        """Whether the model reads videos. Its backbone then defines `read_video`."""
+        return False
+
+    @property
     def image_bounds(self) -> dict[str, Any]:
         """Limits on the sizes of resized images, except `max_image_tokens`, for saved records."""
         return {}

@@ -143,8 +143,11 @@ class Pruner:
             num_tokens: tokens of its largest image.
 
         Raises:
-            ValueError: an unsupported budget or option, or a model that lacks an intermediate.
+            ValueError: an unsupported budget or option, a model that lacks an intermediate, or a
+                method of videos for a model that reads none.
         """
+        if self.keeps_images and not config.reads_videos:
+            raise UserError(f"{self.name} prunes videos only, and the model reads images only")
         budget = self.budget
         self.require_kind(budget)
         if budget.kind in EXACT:

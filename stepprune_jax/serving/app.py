@@ -109,7 +109,7 @@ class ChatApp:
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={404: _refuse_path},
+            exception_handlers={404: _refuse_path, 405: _refuse_method},
             lifespan=self._lifespan,
         )
 
@@ -162,6 +162,16 @@ class ChatApp:
             await _error_response(error)(scope, receive, send)
         except ClientDisconnect:
             pass  # `status` is _CLIENT_GONE.
+        except asyncio.CancelledError:
+            # uvicorn cancels the requests that remain some seconds after the server was stopped. It
+            # would print a traceback for an error that leaves this method.
+            error = RequestError(503, "the server is stopping")
+            status, record.error = error.status, str(error)
+            if record.reply is not None and record.reply.is_streaming:
+                event = _format_event(_error_fields(error))
+                await send({"type": "http.response.body", "body": event})
+            else:
+                await _error_response(error)(scope, receive, send)
         except Exception:
             status = 500
             await _error_response(_log_failure())(scope, receive, send)
@@ -310,6 +320,7 @@ class _Reply:
 
     Attributes:
         status: HTTP status of a streamed answer, for metrics: `_CLIENT_GONE` until the stream ends.
+        is_streaming: whether the response of a streamed answer has begun.
     """
 
     def __init__(self, chat: ChatRequest, parser: RequestParser, start: AnswerStart):
@@ -334,7 +345,7 @@ class _Reply:
                 {"grid": list(image.grid), "cells": cells_of_image.tolist()}
                 for image, cells_of_image in zip(start.images, cells, strict=True)
             ]
-        self.status = _CLIENT_GONE
+        self.status, self.is_streaming = _CLIENT_GONE, False
 
     async def complete(
         self, first_tokens: AnswerTokens, events: AsyncIterator[AnswerTokens]
@@ -368,6 +379,7 @@ class _Reply:
             first_tokens: the first tokens of an answer, which were taken from `events`.
             events: further tokens of the answers.
         """
+        self.is_streaming = True
         chunk_fields = {**self._fields, "object": "chat.completion.chunk"}
         kept_field = self._kept_field
         has_role = [False] * len(self._choices)  # Only the first chunk of an answer has the role.
@@ -570,6 +582,15 @@ def _refuse_path(request: Request, _: Exception) -> Response:
     """Returns the error response to a path that the server does not have."""
     paths = "/v1/chat/completions, /v1/models, /health and /metrics"
     return _error_response(RequestError(404, f"no {request.url.path}, the server has {paths}"))
+
+
+def _refuse_method(request: Request, _: Exception) -> Response:
+    """Returns the error response to a method that a path does not have."""
+    expected = "POST" if request.url.path == "/v1/chat/completions" else "GET"
+    message = f"the method of {request.url.path} is {request.method}, expected {expected}"
+    response = _error_response(RequestError(405, message))
+    response.headers["allow"] = expected
+    return response
 
 
 def _error_response(error: RequestError) -> Response:

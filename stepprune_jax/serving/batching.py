@@ -33,6 +33,10 @@ _SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 10
 # Upper bounds of histogram buckets of visual tokens: from one token to several large images.
 _TOKENS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 
+# Seconds that a server which ends waits for the running batch. A batch may compile for minutes.
+_CLOSE_SECONDS = 5.0
+_WORKER_NAME = "stepprune-worker"
+
 # Otherwise each metric has a companion metric with its creation time, which nobody needs.
 disable_created_metrics()
 
@@ -171,6 +175,11 @@ def pad_requests(requests: Sequence[T]) -> list[T]:
     return [*requests, *[requests[0]] * num_copies]
 
 
+def has_worker() -> bool:
+    """Returns whether the thread of a `Batcher` is alive, as while it compiles a program."""
+    return any(thread.name == _WORKER_NAME for thread in threading.enumerate())
+
+
 class Job:
     """A request in the worker's queue, with the events that the worker reports.
 
@@ -229,7 +238,7 @@ class Batcher:
         self._is_open = True
         self._queue: list[Job] = []
         self._queue_changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="stepprune-worker", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=_WORKER_NAME, daemon=True)
         self._thread.start()
 
     @property
@@ -238,11 +247,11 @@ class Batcher:
         return len(self._queue)
 
     def close(self) -> None:
-        """Waits for the running batch and ends the thread."""
+        """Ends the thread after the running batch. Waits for it at most `_CLOSE_SECONDS`."""
         with self._queue_changed:
             self._is_open = False
             self._queue_changed.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
 
     async def events(self, chat: Any) -> AsyncGenerator[Any]:
         """Queues a request and yields its events. Closing the iterator cancels the request.

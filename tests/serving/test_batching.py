@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from stepprune_jax.serving import batching
 from stepprune_jax.serving.batching import Batcher, Metrics, pad_requests
 
 
@@ -88,6 +89,22 @@ def test_a_cancelled_request_is_not_run(worker):
     results = asyncio.run(run())
     assert results[0] == ["X1"] and isinstance(results[1], asyncio.CancelledError)
     assert worker.batches == [["x1"], ["z1"]]
+
+
+def test_closing_waits_only_briefly_for_a_batch_that_compiles(worker, monkeypatch):
+    monkeypatch.setattr(batching, "_CLOSE_SECONDS", 0.1)
+
+    async def run():
+        worker.may_run.clear()
+        busy = asyncio.ensure_future(worker.ask("busy"))
+        while not worker.is_running.is_set():
+            await asyncio.sleep(0.001)
+        worker.batcher.close()
+        assert batching.has_worker()
+        worker.may_run.set()
+        await busy
+
+    asyncio.run(run())
 
 
 def test_batches_are_padded_to_powers_of_two():

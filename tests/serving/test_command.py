@@ -43,7 +43,12 @@ def test_the_key_comes_from_the_flag_or_from_the_environment(monkeypatch):
     arguments = ["--model", "x", "--port", "8084"]
     assert parse(arguments).api_key == "of the environment"
     assert parse([*arguments, "--api_key", "of the flag"]).api_key == "of the flag"
-    monkeypatch.setenv("STEPPRUNE_API_KEY", "")
+    for text in ("", " "):
+        monkeypatch.setenv("STEPPRUNE_API_KEY", text)
+        with pytest.raises(UserError, match=r"STEPPRUNE_API_KEY is '.*', expected a key"):
+            parse(arguments)
+        assert parse([*arguments, "--api_key", "of the flag"]).api_key == "of the flag"
+    monkeypatch.delenv("STEPPRUNE_API_KEY")
     assert parse(arguments).api_key is None
 
 
@@ -60,6 +65,7 @@ def test_the_help_text_shows_defaults(capsys):
     ("arguments", "message"),
     [
         (("--pruner", "fastv", "--budget", "3", "--engine", "http://x"), "inside the language"),
+        (("--pruner", "evs", "--budget", "3"), "evs prunes videos only, and the model reads ima"),
         (("--weights", "int8", "--engine", "http://x"), "--weights int8 .* expected no --engine"),
         (("--engine", "127.0.0.1:8000"), "expected http://HOST:PORT"),
         (("--engine", "http://localhost:65536"), "expected http://HOST:PORT"),

@@ -277,6 +277,25 @@ def test_a_disconnect_cancels_the_work_of_the_engine(address, fake, client, stre
     assert read_metrics(address)['requests_total{status="499"}'] >= 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_the_server_does_not_wait_for_gets_an_error(
+    llava_model, fake, stream, capfd
+):
+    fake.mode = "endless"
+    body = {"model": "tiny", "stream": stream, "max_tokens": 200, "messages": [user_message("two")]}
+    with start_server(llava_model, fake.address) as address:
+        connection = send_chat(address, body)
+        wait_until(lambda: fake.num_running == 1)
+    fake.mode = "well"
+    response = connection.getresponse()
+    assert response.status == (200 if stream else 503)
+    last_event = response.read().decode().strip().rpartition("data: ")[2]
+    connection.close()
+    error = json.loads(last_event)["error"]
+    assert (error["code"], error["message"]) == (503, "the server is stopping")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_requests_above_the_limit_are_refused_at_once(address, fake, client):
     fake.mode, fake.is_holding = "holds", True
     body = {"model": "tiny", "messages": [user_message("two", noise(1))], "max_tokens": 2}
@@ -389,6 +408,9 @@ def test_requests_below_v1_need_the_key_of_the_server(llava_model, fake):
         unknown_path = httpx2.get(f"{address}/v1/responses", headers=valid_headers)
         assert unknown_path.status_code == 404
         assert "the server has /v1/chat/completions" in unknown_path.json()["error"]["message"]
+        wrong_method = httpx2.get(f"{address}/v1/chat/completions", headers=valid_headers)
+        assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+        assert "is GET, expected POST" in wrong_method.json()["error"]["message"]
         refused = httpx2.post(f"{address}/v1/chat/completions", content=b"x")
         assert "expected Authorization: Bearer KEY" in refused.json()["error"]["message"]
         assert read_metrics(address)['requests_total{status="401"}'] == 4

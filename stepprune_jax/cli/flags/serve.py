@@ -47,7 +47,7 @@ def _build_parser() -> Parser:
     help_text = "key that clients send as Authorization: Bearer KEY; default: the environment "
     help_text += f"variable {_KEY_VARIABLE}, which other users of the machine cannot read"
     add("--api_key", help=help_text)
-    help_text = "log a line for each request: status, times and token counts"
+    help_text = "log a line for each chat request: status, times and token counts"
     add("--log_requests", action="store_true", help=help_text)
     add = parser.add_argument_group("warm-up").add_argument
     help_text = "compile all programs for images up to this size before the server listens; "
@@ -88,8 +88,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         UserError: a flag is out of range, or contradicts another flag.
     """
     flags = _build_parser().parse_args(arguments)
-    if flags.api_key is None:  # An empty variable means no key, as in other programs.
-        flags.api_key = os.environ.get(_KEY_VARIABLE) or None
+    if flags.api_key is None:
+        flags.api_key = key = os.environ.get(_KEY_VARIABLE)
+        # A script whose secret is missing sets an empty variable, and must not serve everybody.
+        has_key = key is None or key.strip() != ""
+        expect(_KEY_VARIABLE, key, has_key, "a key, or no such variable")
     _check_flags(flags)
     return flags
 

@@ -85,8 +85,6 @@ class PluginSettings:
             )
         if pruner.reads_words:
             raise UserError(f"{pruner.name} reads the words of a question, and the plugin its ids")
-        if pruner.keeps_images and not backbone.reads_videos:
-            raise UserError(f"{pruner.name} prunes videos only, and the model reads images only")
         taps = pruner.taps(config)  # raises if the model's tower lacks what the method reads
         if taps and backbone.name == "llava_next":
             raise UserError(

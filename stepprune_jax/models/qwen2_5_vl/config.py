@@ -243,6 +243,11 @@ class PatchModelConfig(ModelConfig):
         return True
 
     @property
+    def reads_videos(self) -> bool:
+        """True: a video is a sequence of images of two frames."""
+        return True
+
+    @property
     def max_image_tokens(self) -> int:
         """Upper bound on an image's visual tokens.
 
