@@ -120,7 +120,8 @@ def need(package: str, reason: str) -> None:
 
 def end_interrupted(name: str) -> NoReturn:
     """Prints that a command was interrupted, and ends the process without cleaning up."""
-    print(f"{name}: interrupted", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{name}: interrupted\n")
+    sys.stderr.flush()
     os._exit(_INTERRUPTED)
 
 

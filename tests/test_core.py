@@ -33,17 +33,18 @@ def test_policies_and_pruners_need_neither_flax_nor_pillow():
 
 
 @pytest.mark.parametrize(
-    "code, prefix",
+    "code, prefix, extra",
     [
-        ("import stepprune_jax; stepprune_jax.load_vlm", "stepprune_jax.load_vlm: "),
+        ("import stepprune_jax; stepprune_jax.load_vlm", "stepprune_jax.load_vlm: ", "vlm"),
         (
             "sys.argv = ['stepprune-train', '--config=shapes']\n"
             "from stepprune_jax.extras import train; train()",
             "stepprune-train: error: ",
+            "train",
         ),
     ],
 )
-def test_a_one_line_error_names_a_missing_extra(code, prefix):
+def test_a_one_line_error_names_a_missing_extra(code, prefix, extra):
     last_line = (
         run_python("-c", BLOCKED + code, folder=ROOT)
         .stderr.splitlines()[-1]
@@ -51,7 +52,7 @@ def test_a_one_line_error_names_a_missing_extra(code, prefix):
     )
     package = last_line.removeprefix(prefix).partition(" ")[0]
     assert package in HEAVY
-    assert last_line == f'{prefix}{package} is not installed: pip install ".[vlm]"'
+    assert last_line == f'{prefix}{package} is not installed: pip install ".[{extra}]"'
 
 
 def test_an_export_names_its_missing_extra_before_compiling():

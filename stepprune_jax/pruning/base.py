@@ -146,10 +146,10 @@ class Pruner:
             ValueError: an unsupported budget or option, a model that lacks an intermediate, or a
                 method of videos for a model that reads none.
         """
-        if self.keeps_images and not config.reads_videos:
-            raise UserError(f"{self.name} prunes videos only, and the model reads images only")
         budget = self.budget
         self.require_kind(budget)
+        if self.keeps_images and not config.reads_videos:
+            raise UserError(f"{self.name} prunes videos only, and the model reads images only")
         if budget.kind in EXACT:
             limit = self.schedule(config, num_tokens).most
             count = budget.number if budget.kind == "count" else budget.exact_count(num_tokens)
