@@ -22,7 +22,6 @@ from stepprune_jax.selectors import (
 )
 from stepprune_jax.selectors.base import nonzero_tokens
 from stepprune_jax.selectors.calibration import calibrate, read_calibration
-from stepprune_jax.training import RlooTraining
 from stepprune_jax.user_input import UserError
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
@@ -163,8 +162,6 @@ def test_a_message_lists_the_options_of_the_function(policy, world):
 def test_settings_in_python_are_not_named_as_fields_of_a_run():
     with pytest.raises(ValueError, match=r"^RlooSettings.longest is 4.*, expected a share in"):
         RlooSettings(longest=4.0)
-    with pytest.raises(ValueError, match=r"^config.rloo.longest is 4.*, expected a share in"):
-        RlooTraining(longest=4.0)
 
 
 def test_arguments_in_another_order_and_text_without_words_are_explained(world):

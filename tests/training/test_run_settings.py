@@ -13,7 +13,7 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.selectors.diagnosis import CONFIG_REMEDIES
-from stepprune_jax.training import DataSettings, Run, run, train
+from stepprune_jax.training import DataSettings, RlooTraining, Run, run, train
 from stepprune_jax.training.step_config import make_mesh, make_selector, make_step_config
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
@@ -127,6 +127,11 @@ def test_rloo_takes_its_learning_rate_from_the_method_that_is_trained():
     assert not wider.changes(run.flat())
     (wider_phase,) = wider.make_recipe().phases(run.steps)
     assert wider_phase == phase
+
+
+def test_a_bad_setting_of_rloo_is_named_as_a_field_of_the_configuration():
+    with pytest.raises(ValueError, match=r"^config.rloo.longest is 4.*, expected a share in"):
+        RlooTraining(longest=4.0)
 
 
 def test_the_command_line_changes_fields():
