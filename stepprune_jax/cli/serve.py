@@ -38,7 +38,7 @@ from stepprune_jax.user_input import UserError, expect, naming
 # Seconds that a connection may be idle. A shorter time would close connections that a busy client
 # is about to use again.
 KEEP_ALIVE = 75
-# Seconds after an interrupt until the requests that are still answered are cancelled.
+# Seconds after an interrupt until the requests that are still answered are canceled.
 _GRACE_SECONDS = 10
 _logger = logging.getLogger("stepprune_jax.serving")  # __name__ may be "__main__".
 

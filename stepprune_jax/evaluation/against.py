@@ -1,19 +1,11 @@
 """Compares the rows of a table with the rows of one method, pair by pair at the same budget."""
 
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 
 from stepprune_jax.evaluation.cells import Cell
-from stepprune_jax.evaluation.table import BenchmarkTable, MethodScores, Score
-from stepprune_jax.evaluation.uncertainty import (
-    bootstrap,
-    mcnemar_test,
-    score_of,
-    summarize,
-    unpack,
-)
+from stepprune_jax.evaluation.comparison import pair_outcomes
+from stepprune_jax.evaluation.table import BenchmarkTable, MethodScores
+from stepprune_jax.evaluation.uncertainty import bootstrap, mcnemar_test, score_of, summarize
 from stepprune_jax.registry import PRUNERS
 from stepprune_jax.user_input import UserError
 
@@ -63,14 +55,10 @@ def _compare_rows(
     benchmark: str, row: MethodScores, reference: MethodScores
 ) -> Iterator[dict[str, Cell]]:
     """Compares two rows on a benchmark; yields nothing if they cover different questions."""
-    score: Score = row.scores.get(benchmark, {})
-    reference_score: Score = reference.scores.get(benchmark, {})
-    packed: list[Any] = [score.get("outcomes"), reference_score.get("outcomes")]
-    if None in packed or score.get("scored") != reference_score.get("scored"):
+    paired = pair_outcomes([reference.scores, row.scores], 0, benchmark)
+    if len(paired) < 2:
         return
-    outcomes, reference_outcomes = map(unpack, packed)
-    if not np.array_equal(outcomes.group, reference_outcomes.group):
-        return
+    reference_outcomes, outcomes = paired[0], paired[1]
     resamples, reference_resamples = bootstrap([outcomes, reference_outcomes], seed=0)
     interval = summarize(resamples - reference_resamples)
     test = mcnemar_test(outcomes, reference_outcomes)

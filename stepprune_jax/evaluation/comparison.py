@@ -72,7 +72,7 @@ def compare_rows(
     tests: list[dict[str, McNemar]] = [{} for _ in rows]
     # A seed per benchmark makes the resamples of different benchmarks independent.
     for seed, name in enumerate(scored_benchmarks):
-        outcomes = _pair_outcomes(rows, unpruned, name)
+        outcomes = pair_outcomes(rows, unpruned, name)
         if not outcomes:
             continue
         for index, row_outcomes in outcomes.items():
@@ -89,15 +89,20 @@ def compare_rows(
     ]
 
 
-def _pair_outcomes(
-    rows: Sequence[Mapping[str, Score]], unpruned: int, benchmark: str
+def pair_outcomes(
+    rows: Sequence[Mapping[str, Score]], reference_index: int, benchmark: str
 ) -> dict[int, Outcomes]:
     """Returns the outcomes on a benchmark by index of the row.
 
-    Only rows whose score covers the units of the row of all tokens are returned. The result is
-    empty if the row of all tokens has no outcomes.
+    Only rows whose score covers the units of the reference row are returned. The result is empty if
+    the reference row has no outcomes.
+
+    Args:
+        rows: scores of each row by benchmark.
+        reference_index: index of the row that the others are compared with.
+        benchmark: name of the benchmark.
     """
-    reference_score = rows[unpruned][benchmark]
+    reference_score = rows[reference_index].get(benchmark, {})
     if "outcomes" not in reference_score:
         return {}
     reference = unpack(reference_score["outcomes"])

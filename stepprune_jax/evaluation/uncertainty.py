@@ -324,11 +324,11 @@ def summarize(figures: Float[np.ndarray, "r"]) -> Interval | None:
 
 
 class McNemar(NamedTuple):
-    """An exact McNemar test of a row and the row of all tokens.
+    """An exact McNemar test of a row and a reference row, such as the row of all tokens.
 
     Attributes:
-        lost: number of units that are correct with all tokens only.
-        gained: number of units that are correct with the kept tokens only.
+        lost: number of units that only the reference row answers correctly.
+        gained: number of units that only the row answers correctly.
         p: probability of a difference as large as lost - gained or larger, if both were equally
             likely.
     """
@@ -339,7 +339,7 @@ class McNemar(NamedTuple):
 
 
 def mcnemar_test(row: Outcomes, reference: Outcomes) -> McNemar:
-    """Tests whether a row and the row of all tokens differ in their number of correct units.
+    """Tests whether a row and a reference row differ in their number of correct units.
 
     Under the hypothesis, `lost` is binomial with lost + gained trials of probability 1/2. The test
     is two-sided: p = min(1, 2 P(X <= min(lost, gained))).

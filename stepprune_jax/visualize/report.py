@@ -116,8 +116,11 @@ def write_page(
                 title = escape(answered_benchmark.benchmark.title)
                 distributions += [f"<h2>{title}</h2>", distribution]
     png = draw_retention(table)
-    if png is not None:
-        path.with_name(PICTURE).write_bytes(png)
+    picture = path.with_name(PICTURE)
+    if png is None:
+        picture.unlink(missing_ok=True)  # of an earlier report
+    else:
+        picture.write_bytes(png)
     blocks.append(_figure(png, _caption_retention(table)))
     blocks += map(_html_table, sections(table))
     note_items = "".join(f"<li>{escape(note)}</li>\n" for note in notes(table))
