@@ -36,7 +36,7 @@ from experiments.grids.world import KINDS, WIDTH, Grid, Questions, sample_questi
 from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.selectors import RlooSettings
 from stepprune_jax.selectors.rloo import SubsetGain
-from stepprune_jax.training.recipes import GATE_SHARE, TRIAL_SHARE
+from stepprune_jax.training.recipes import GATE_SHARE, TRIAL_SHARE, first_objective
 
 BATCH_SIZE, BUDGETS, NUM_TEST_QUESTIONS = 32, (2, 4, 8, 16), 1024
 # Price of a kept token by RLOO, four times the gate's; see `training.recipes`.
@@ -62,7 +62,7 @@ class Study:
     def __init__(self, arguments: argparse.Namespace, reader: Weights):
         self.arguments, self.reader = arguments, reader
         self.kinds, self.grid = tuple(arguments.kinds.split(",")), Grid(arguments.side)
-        self.settings = RlooSettings(samples=arguments.samples)
+        self.settings = RlooSettings()
         width = MODEL_WIDTH if arguments.reads == "projected" else WIDTH
         # The price is that of RLOO; `policy_for` changes it for the gate.
         config = sp.PolicyConfig(
@@ -71,7 +71,6 @@ class Study:
             text_width=MODEL_WIDTH,
             width=64,
             num_heads=4,
-            group=arguments.group,
             draw=1.0,
         )
         stats = sp.FeatureStats.start(width)
@@ -179,10 +178,8 @@ class Study:
         num_updates = max(1, round(TRIAL_SHARE * self.arguments.updates))
         params = self.train(self.policy.params, "warm_start", num_updates)
         trial = self.measure_subset_gain(params)
-        if trial.is_better_than(gain):
-            recipe = "warm_start"
-        else:
-            recipe = "rloo" if gain.suffices else "gate_rloo"
+        begin = first_objective(gain, trial)
+        recipe = "gate_rloo" if begin == "gate" else begin
         print(f"auto: {recipe}; {gain.summary}; after the trial: {trial.rewards}", flush=True)
         return recipe
 
@@ -306,8 +303,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--reads", choices=("tower", "projected"), default="tower")
     parser.add_argument("--updates", type=int, default=700)
     parser.add_argument("--share", type=float, default=0.4, help="of the warm start")
-    parser.add_argument("--samples", type=int, default=8, help="subsets per question, by RLOO")
-    parser.add_argument("--group", type=int, default=1, help="tokens per step, in training")
     parser.add_argument(
         "--answer_groups", type=int, nargs="+", default=[1], help="tokens per step, in reports"
     )

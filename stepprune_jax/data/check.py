@@ -94,11 +94,8 @@ def check_folder(folder: str | Path) -> list[CheckResult]:
     results.append(_check_images(folder / IMAGES, images))
     if videos:
         results.append(_check_videos(videos))
-    faults = _find_shared(questions_of)
-    if faults:
-        num_unshared = len(media) - len(faults)
-        results.append(CheckResult("splits", num_unshared, "images or videos in one", faults))
-    return results
+    shared = _check_shared(questions_of)
+    return [*results, shared] if shared.faults else results
 
 
 def _check_training_file(folder: Path) -> tuple[CheckResult, QuestionsByMedium]:
@@ -200,46 +197,47 @@ def _digest(path: Path) -> str:
         return str(path)
 
 
-def _find_shared(questions_of: Mapping[str, QuestionsByMedium]) -> list[str]:
-    """Returns one line per image or video that two files share, by its name or by its content.
+def _check_shared(questions_of: Mapping[str, QuestionsByMedium]) -> CheckResult:
+    """Finds images and videos that two files share, by name or by content.
 
     A policy that was trained or calibrated on an image of the test questions makes the table wrong.
 
     Args:
         questions_of: questions about each image and video, by name of the file.
     """
-    if len(questions_of) < 2:
-        return []
     paths = sorted({medium.path for media in questions_of.values() for medium in media})
     with concurrent.futures.ThreadPoolExecutor() as pool:
         digest_of = dict(zip(paths, pool.map(_digest, paths), strict=True))
-    # By content: the first path with this content in each file, and the questions of each file.
-    path_of: dict[str, dict[str, Path]] = defaultdict(dict)
-    texts_of: dict[str, list[set[str]]] = defaultdict(list)
+    # By content, then by name of the file: the first path with this content, and the questions.
+    uses: dict[str, dict[str, tuple[Path, set[str]]]] = defaultdict(dict)
     for file_name, questions_by_medium in questions_of.items():
-        texts_by_content: dict[str, set[str]] = defaultdict(set)
         for medium, texts in questions_by_medium.items():
-            content = digest_of[medium.path]
-            path_of[content].setdefault(file_name, medium.path)
-            texts_by_content[content] |= texts
-        for content, texts in texts_by_content.items():
-            texts_of[content].append(texts)
-    lines = []
-    for content, path_by_file in path_of.items():
-        if len(path_by_file) < 2:
-            continue
-        if len({*path_by_file.values()}) == 1:
-            line = f"{next(iter(path_by_file.values()))} is in {' and '.join(path_by_file)}"
-        else:
-            places = [f"{path} of {file_name}" for file_name, path in path_by_file.items()]
-            line = f"{' and '.join(places)} have the same content"
-        num_files = Counter(text for texts in texts_of[content] for text in texts)
-        shared_texts = sorted(text for text, count in num_files.items() if count > 1)
-        if shared_texts:
-            more = f" and {len(shared_texts) - 1} more" if len(shared_texts) > 1 else ""
-            line += f", with the question {shared_texts[0]!r}{more}"
-        lines.append(line)
-    return lines
+            use_by_file = uses[digest_of[medium.path]]
+            use_by_file.setdefault(file_name, (medium.path, set()))[1].update(texts)
+    faults = [
+        _describe_shared(use_by_file) for use_by_file in uses.values() if len(use_by_file) > 1
+    ]
+    return CheckResult("splits", len(uses) - len(faults), "images or videos in one file", faults)
+
+
+def _describe_shared(use_by_file: Mapping[str, tuple[Path, set[str]]]) -> str:
+    """Returns the line about an image or a video of several files, and a question that they share.
+
+    Args:
+        use_by_file: path and questions by name of the file.
+    """
+    path_of = {file_name: path for file_name, (path, _) in use_by_file.items()}
+    if len({*path_of.values()}) == 1:
+        line = f"{next(iter(path_of.values()))} is in {' and '.join(path_of)}"
+    else:
+        places = [f"{path} of {file_name}" for file_name, path in path_of.items()]
+        line = f"{' and '.join(places)} have the same content"
+    num_files = Counter(text for _, texts in use_by_file.values() for text in texts)
+    shared_texts = sorted(text for text, count in num_files.items() if count > 1)
+    if not shared_texts:
+        return line
+    more = f" and {len(shared_texts) - 1} more" if len(shared_texts) > 1 else ""
+    return f"{line}, with the question {shared_texts[0]!r}{more}"
 
 
 def _check_video(path: Path) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from stepprune_jax.selectors import RlooSettings
+from stepprune_jax.selectors.rloo import SubsetGain
 from stepprune_jax.settings import Settings, number, setting
 from stepprune_jax.training.objectives import (
     GATE,
@@ -199,6 +200,18 @@ class Auto:
             GATE: GateThenRloo(self.gate, self.rloo),
         }
         return recipes[begin]
+
+
+def first_objective(gain: SubsetGain, trial: SubsetGain) -> str:
+    """Returns the name of the objective that a run of the recipe "auto" begins with.
+
+    Args:
+        gain: gain of the subsets that a randomly initialized policy samples.
+        trial: gain of the subsets of the same questions after a trial of the warm start.
+    """
+    if trial.is_better_than(gain):
+        return WARM_START
+    return RLOO if gain.suffices else GATE
 
 
 @dataclasses.dataclass(frozen=True)

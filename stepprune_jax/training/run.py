@@ -39,7 +39,7 @@ from stepprune_jax.training.model_answers import (
     generate_answers,
 )
 from stepprune_jax.training.objectives import GATE, RLOO, WARM_START
-from stepprune_jax.training.recipes import AUTO, Auto, Phase
+from stepprune_jax.training.recipes import AUTO, Auto, Phase, first_objective
 from stepprune_jax.training.settings import Run, read_former_recipe
 from stepprune_jax.training.step_config import StepConfig, make_mesh, make_step_configs
 from stepprune_jax.training.trainer import Trainer
@@ -400,10 +400,9 @@ def _decide(
         trial = trainer.try_warm_start(configs[0], configs[-1], should_stop)
         if trial is None:
             return None
-    if trial.is_better_than(gain):
-        begin, reason = WARM_START, f"a trial of the warm start improves them: {trial.rewards}"
-    else:
-        begin, reason = (RLOO if gain.suffices else GATE), "a trial of the warm start does not help"
+    begin, reason = first_objective(gain, trial), "a trial of the warm start does not help"
+    if begin == WARM_START:
+        reason = f"a trial of the warm start improves them: {trial.rewards}"
     configs = _configs_from(begin, run, configs)
     trainer.use_phases(configs)
     phases = [config.phase for config in configs]
