@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         return normalized
 
     def _begins_flag(self, name: str) -> bool:
-        """Returns whether a name is that of a flag, or begins one: argparse reads --max_tok."""
+        """Returns whether a flag has this name, or begins with it: argparse reads --max_tok."""
         return any(flag.startswith(name) for flag in self._option_string_actions)
 
     def _ask_about_flag(self) -> tuple[str, str]:

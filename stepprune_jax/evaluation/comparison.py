@@ -99,7 +99,7 @@ def pair_outcomes(
 
     Args:
         rows: scores of each row by benchmark.
-        reference_index: index of the row that the others are compared with.
+        reference_index: index of the row to compare all rows with.
         benchmark: name of the benchmark.
     """
     reference_score = rows[reference_index].get(benchmark, {})

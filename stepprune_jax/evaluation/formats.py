@@ -284,7 +284,7 @@ def _decimals(value: float | None, decimals: int) -> str | None:
 
 
 def _gflops(score: Score) -> float | None:
-    """Returns the operations of a score, rounded to four digits; None if it has none."""
+    """Returns the operations of a score, rounded to four digits; None if they were not counted."""
     gflops = score.get("gflops")
     return None if gflops is None else float(f"{gflops:.4g}")
 
@@ -361,7 +361,7 @@ def _table_notes(table: BenchmarkTable) -> list[str]:
 
 
 def _unsuited_benchmarks(table: BenchmarkTable) -> list[str]:
-    """Returns a note for each benchmark on which all methods of pruning are as good.
+    """Returns a note for each benchmark that cannot tell good pruning from bad.
 
     The table has the row of all tokens.
     """

@@ -181,10 +181,9 @@ def read_outcomes(
             group, key = _MME_TASKS.index(task), (answer.id,)
         elif benchmark == "pope":
             group, is_yes = [*pope.SPLITS].index(splits[answer.id]), pope.says_yes(answer.text)
-            right, wrong = (
-                (_TRUE_POSITIVE, _FALSE_POSITIVE) if is_yes else (_TRUE_NEGATIVE, _FALSE_NEGATIVE)
-            )
-            value = float(right if grade else wrong)
+            correct_outcome = _TRUE_POSITIVE if is_yes else _TRUE_NEGATIVE
+            wrong_outcome = _FALSE_POSITIVE if is_yes else _FALSE_NEGATIVE
+            value = float(correct_outcome if grade else wrong_outcome)
         units[(*key, group)].append(value)
     if not units:
         return None

@@ -1,7 +1,7 @@
 """An episode and its loop: the token that each step points at, and its gradient.
 
 The loop, `rollout`, is a `lax.scan` for gradients: it runs all `steps` steps and ignores the stop.
-Inference has a loop of its own, `selection.py: choose_tokens`, which ends at the stop. The pointer
+Inference uses another loop, `selection.py: choose_tokens`, which ends at the stop. The pointer
 always moves on to the best remaining token, so a token's score exists at every step. The end of the
 episode is decided afterwards, from the same logits (`trajectory.py`).
 """

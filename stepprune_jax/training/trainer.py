@@ -39,7 +39,7 @@ class Trainer:
     Attributes:
         run: settings of the run.
         done: number of updates done.
-        config: static settings of the last update. Before any update, those of the first update.
+        config: static settings of the last update; before any update, the settings of the first.
         state: weights, optimizer state and counters.
         stats: statistics of the tower's features: token features, then deep features.
         stream: the batches of the updates to come. The caller must close it.

@@ -89,7 +89,7 @@ def write_page(
     num_examples: int,
     command: str | None = None,
 ) -> Path:
-    """Writes the HTML report of an evaluation, and its plot of retention as `PICTURE` beside it.
+    """Writes the HTML report of an evaluation, and its plot of retention to the file `PICTURE`.
 
     The page shows, in this order, a sentence about the policy's retention, images with their kept
     tokens, a plot of retention, the tables with their notes, the distributions of kept tokens, and
